@@ -385,3 +385,21 @@ class TraceEvent:
     name: str
     span: Span
     details: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens that became certain since the last delta; what a stream consists of."""
+
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a stream."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    stats: dict[str, object]
+    trace: tuple[TraceEvent, ...] = ()

@@ -44,9 +44,11 @@ class IdLog:
         """Digest of the first `length` ids."""
         return self._digests[length]
 
-    def context(self, request_id: str, *, agreed: int, prompt_length: int, extra: Ids = ()) -> Context:
-        """A message that names the first `agreed` ids and carries the rest, followed by `extra`."""
-        return Context(request_id, agreed, self.digest(agreed), (*self.ids[agreed:], *extra), prompt_length)
+    def context(
+        self, request_id: str, *, agreed: int, prompt_length: int, end: int | None = None, extra: Ids = ()
+    ) -> Context:
+        """A message that names the first `agreed` ids and carries those up to `end` (default: all), then `extra`."""
+        return Context(request_id, agreed, self.digest(agreed), (*self.ids[agreed:end], *extra), prompt_length)
 
     def receive(self, context: Context) -> bool:
         """Become what `context` describes. False, changing nothing, when its prefix is not held here."""

@@ -57,7 +57,9 @@ def check_finite(logits: Floats) -> None:
     """Raise `NonFiniteLogits` on NaN, +inf, or nothing left to choose from (all -inf)."""
     top = logits.max()
     if not np.isfinite(top):
-        raise NonFiniteLogits(f"the largest of {logits.size} logits is {top}: the model's weights or activations are broken")
+        raise NonFiniteLogits(
+            f"the largest of {logits.size} logits is {top}: the model's weights or activations are broken"
+        )
 
 
 def distribution(logits: Floats, params: SamplingParams) -> NDArray[np.float64]:

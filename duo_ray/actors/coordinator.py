@@ -1,0 +1,331 @@
+"""The loop: for every request, draft and target at the same time, step after step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+from ray.actor import ActorHandle
+
+from duo_ray import hardware
+from duo_ray.actors.draft import DraftInfo
+from duo_ray.actors.peers import DraftLost, DraftPeer, Judgement, ProbsLost, ProbsRef, TargetLost, TargetPeer
+from duo_ray.actors.target import TargetInfo
+from duo_ray.core.gamma import Acceptance, Costs, GammaController, Policy
+from duo_ray.core.stats import RequestStats
+from duo_ray.core.step import Decoding
+from duo_ray.models.tokenizer import Tokenizer
+from duo_ray.types import (
+    Delta,
+    DraftBlock,
+    DraftJob,
+    DuoRayError,
+    Finished,
+    Request,
+    Span,
+    Token,
+    TraceEvent,
+    UnknownPrefix,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorSettings:
+    tokenizer_path: str
+    policy: Policy
+    max_sequences: int
+    prefetch: bool
+    chunk: int
+    """Prompt tokens per prefill pass."""
+    calibration: dict[str, object] | None
+    """Costs measured at an earlier start on this machine; reproducible requests rely on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineInfo:
+    """What is running, for `doctor` and the start-up message."""
+
+    coordinator_pid: int
+    target: TargetInfo
+    drafts: tuple[DraftInfo, ...]
+    target_restarts: int
+    draft_restarts: int
+    calibration: dict[str, object]
+
+
+class Coordinator:
+    """Async Ray actor: many requests, one target, a group of drafts. Needs no GPU and next to no CPU."""
+
+    def __init__(self, settings: CoordinatorSettings, target: ActorHandle, drafts: list[ActorHandle]) -> None:
+        self._settings = settings
+        self._target_handle, self._draft_handles = target, drafts
+        self._tokenizer = Tokenizer.load(settings.tokenizer_path)
+        self._acceptance = Acceptance()
+        self._costs = Costs()
+
+    async def start(self) -> PipelineInfo:
+        """Wait until every actor is loaded and warm, and take over their measured times."""
+        self._target_info: TargetInfo = await self._target_handle.describe.remote()
+        self._draft_infos: list[DraftInfo] = [await handle.describe.remote() for handle in self._draft_handles]
+        for info in self._draft_infos:
+            if info.vocab_size < self._tokenizer.vocab_size:
+                raise DuoRayError(
+                    f"the draft knows {info.vocab_size} tokens, the target's tokenizer {self._tokenizer.vocab_size}: "
+                    "they do not share a vocabulary; choose a draft of the target's family or --no-draft"
+                )
+        self._target = TargetPeer(self._target_handle, limit=self._target_info.slots)
+        self._drafts = [
+            DraftPeer(f"draft-{i}", handle, limit=self._target_info.slots)
+            for i, handle in enumerate(self._draft_handles)
+        ]
+        self._slots = asyncio.Semaphore(self._target_info.slots)
+        for tokens, seconds in self._target_info.timings:
+            self._costs.observe_target(tokens, seconds)
+        for info in self._draft_infos:
+            for width, seconds in info.timings:
+                self._costs.observe_draft(width, seconds)
+        calibration = self._settings.calibration
+        self._calibrated = (self._costs if calibration is None else Costs.from_dict(calibration)).frozen()
+        return self.describe()
+
+    def describe(self) -> PipelineInfo:
+        return PipelineInfo(
+            coordinator_pid=os.getpid(),
+            target=self._target_info,
+            drafts=tuple(self._draft_infos),
+            target_restarts=self._target.restarts,
+            draft_restarts=sum(draft.restarts for draft in self._drafts),
+            calibration=self._calibrated.as_dict(),
+        )
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta | Finished]:
+        """Stream one answer. Closing the stream frees what the request holds on target and draft within a step."""
+        async with self._slots:
+            run = _Run(self, request)
+            try:
+                async for tokens in run.tokens():
+                    yield Delta(tuple(tokens))
+                yield run.finished()
+            finally:
+                run.close()
+
+    # --- for _Run
+
+    @property
+    def target(self) -> TargetPeer:
+        return self._target
+
+    @property
+    def chunk(self) -> int:
+        return self._settings.chunk
+
+    def choose_draft(self) -> DraftPeer | None:
+        """The least busy draft that answers, else the least busy one."""
+        return min(self._drafts, key=lambda draft: (not draft.available, draft.requests), default=None)
+
+    def decoding(self, request: Request, stats: RequestStats, *, with_draft: bool) -> Decoding[ProbsRef]:
+        policy = self._settings.policy
+        if request.draft_budget is not None:
+            policy = replace(policy, draft_budget=request.draft_budget)
+        costs, acceptance = self._costs, self._acceptance.copy()
+        if request.reproducible:
+            # The schedule decides which tokens are heads; with live times the same seed would give another text.
+            costs, acceptance = self._calibrated, Acceptance()
+        return Decoding(
+            request,
+            eos_ids=self._tokenizer.eos_ids,
+            detokenizer=self._tokenizer.detokenizer(),
+            controller=GammaController(policy, costs, acceptance),
+            stats=stats,
+            max_context=self._target_info.max_context,
+            draft_context=min(info.max_context for info in self._draft_infos) if with_draft else None,
+            max_sequences=self._settings.max_sequences,
+            prefetch=self._settings.prefetch,
+        )
+
+    def learn_step(self, judgement: Judgement, block: DraftBlock | None, overhead: float) -> None:
+        """Fold one step's measured times into the shared estimates."""
+        self._costs.observe_target(judgement.tokens, judgement.span.seconds)
+        if block is not None:
+            self.learn_draft(block)
+        self._costs.observe_overhead(overhead)
+
+    def learn_draft(self, block: DraftBlock) -> None:
+        for width, seconds in block.token_seconds:
+            self._costs.observe_draft(width, seconds)
+
+    def learn_acceptance(self, acceptance: Acceptance) -> None:
+        """What the next request starts from."""
+        self._acceptance = acceptance.copy()
+
+    def patience(self, request: Request) -> float | None:
+        """Seconds to wait for a draft after the target answered: never longer than a plain pass would take."""
+        return None if request.reproducible else self._costs.target_seconds(1)
+
+
+Draft = tuple[DraftBlock, ProbsRef | None]
+
+
+class _Run:
+    """One request on its way through the actors."""
+
+    def __init__(self, coordinator: Coordinator, request: Request) -> None:
+        self._coordinator = coordinator
+        self._request = request
+        self._draft = coordinator.choose_draft() if request.draft else None
+        self._stats = RequestStats(started=time.time())
+        self._decoding = coordinator.decoding(request, self._stats, with_draft=self._draft is not None)
+        self._pending: asyncio.Task[Draft] | None = None
+        self._draft_fault: str | None = None
+        self._trace: list[TraceEvent] = []
+        if self._draft is not None:
+            self._draft.requests += 1
+
+    async def tokens(self) -> AsyncIterator[list[Token]]:
+        while not self._decoding.finished:
+            async for tokens in self._step():
+                if tokens:
+                    yield tokens
+
+    async def _step(self) -> AsyncIterator[list[Token]]:
+        decoding, stats = self._decoding, self._stats
+        began = time.time()
+        first = stats.first_token is None
+        decoding.plan(draft_available=self._draft_available())
+        lead = await self._lead()
+        if self._draft_available() and (job := decoding.draft_job()) is not None:
+            self._pending = self._ask(job)
+        judgement = await self._judge()
+        yield decoding.commit(judgement.verdict)
+        if first:
+            # Shown at once: the first token does not wait for the draft's prompt pass.
+            yield decoding.settle()
+            stats.first_token = time.time()
+        block = await self._collect()
+        yield decoding.settle()
+        stats.ended = time.time()
+        if first:
+            return
+        self._account(Span(began, stats.ended), judgement, lead, block)
+
+    @property
+    def _draft_name(self) -> str:
+        return "" if self._draft is None else self._draft.name
+
+    def _ask(self, job: DraftJob) -> asyncio.Task[Draft]:
+        if self._draft is None:
+            raise DuoRayError("a draft job for a request without a draft")
+        return asyncio.create_task(self._draft.draft(job))
+
+    async def _lead(self) -> DraftBlock | None:
+        job = self._decoding.lead_job()
+        if job is None:
+            return None
+        self._pending = self._ask(job)
+        patience = self._coordinator.patience(self._request)
+        await asyncio.wait([self._pending], timeout=None if patience is None else max(1.0, 4 * patience))
+        if not self._pending.done():
+            return None
+        answer = self._take()
+        if answer is None:
+            return None
+        self._decoding.hold(*answer)
+        self._note(self._draft_name, "lead", answer[0].span, tokens=answer[0].drafted)
+        return answer[0]
+
+    async def _judge(self) -> Judgement:
+        """The target's verdict, however often the target has to be waited for."""
+        target, decoding = self._coordinator.target, self._decoding
+        while True:
+            try:
+                for prefill in decoding.prefill_jobs(self._coordinator.chunk):
+                    chunk = await target.verify(prefill, None)
+                    self._note("target", "prefill", chunk.span, tokens=chunk.tokens)
+                job = decoding.verify_job()
+                judgement = await target.verify(job, decoding.hand_probs)
+            except TargetLost:
+                await target.returned()
+                decoding.target_lost()
+            except UnknownPrefix:
+                decoding.target_lost()
+            except ProbsLost:
+                decoding.drop_hand()
+            else:
+                self._note(
+                    "target", "verify", judgement.span, block=len(job.block), accepted=judgement.verdict.accepted
+                )
+                return judgement
+
+    async def _collect(self) -> DraftBlock | None:
+        """The block written meanwhile, if it is ready or nearly so."""
+        if self._pending is None:
+            return None
+        if not self._decoding.finished:
+            await asyncio.wait([self._pending], timeout=self._coordinator.patience(self._request))
+        if not self._pending.done():
+            return None
+        answer = self._take()
+        if answer is None:
+            return None
+        block, probs = answer
+        self._decoding.offer(block, probs)
+        self._note(self._draft_name, "block", block.span, tokens=block.drafted, sequences=len(block.sequences))
+        return block
+
+    def _take(self) -> Draft | None:
+        """The finished draft job's answer; a failed one leaves the request without a draft for now."""
+        task, self._pending = self._pending, None
+        if task is None:
+            return None
+        try:
+            return task.result()
+        except (DraftLost, UnknownPrefix):
+            self._decoding.draft_lost()
+        except Exception as error:  # whatever is wrong with the draft, the target's text does not depend on it
+            self._decoding.draft_lost()
+            self._draft_fault = f"draft failed: {error}"
+            logger.warning("%s: %s; this request goes on without a draft", self._request.request_id, error)
+        return None
+
+    def _draft_available(self) -> bool:
+        return self._draft is not None and self._draft.available and self._draft_fault is None
+
+    def _account(self, wall: Span, judgement: Judgement, lead: DraftBlock | None, block: DraftBlock | None) -> None:
+        lead_seconds = lead.span.seconds if lead is not None else 0.0
+        block_seconds = block.span.seconds if block is not None else 0.0
+        overhead = self._stats.timed(wall, judgement.span, lead_seconds, block_seconds)
+        self._coordinator.learn_step(judgement, block, overhead)
+        if lead is not None:
+            self._coordinator.learn_draft(lead)
+        self._note("coordinator", "step", wall)
+
+    def _note(self, actor: str, name: str, span: Span, **details: int) -> None:
+        if self._request.trace:
+            self._trace.append(TraceEvent(actor, name, span, tuple((k, str(v)) for k, v in details.items())))
+
+    def finished(self) -> Finished:
+        decoding = self._decoding
+        reason = decoding.generation.finish_reason
+        if reason is None:
+            raise DuoRayError("the stream ended before the request did")
+        if not self._request.reproducible:
+            self._coordinator.learn_acceptance(decoding.controller.acceptance)
+        self._stats.load = hardware.sample_load().as_dict()
+        stats = self._stats.as_dict()
+        return Finished(reason, self._stats.prompt_tokens, self._stats.completion_tokens, stats, tuple(self._trace))
+
+    def close(self) -> None:
+        request_id = self._request.request_id
+        self._coordinator.target.release(request_id)
+        if self._draft is not None:
+            self._draft.requests -= 1
+            self._draft.release(request_id)
+        if self._pending is not None:
+            # The job may still run; its answer is of no use to anyone.
+            self._pending.cancel()

@@ -1,0 +1,74 @@
+"""The draft's process: a llama.cpp model on cores of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from duo_ray import hardware
+from duo_ray.types import DraftBlock, DraftJob, DraftProbs
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSettings:
+    """Everything a draft actor needs to build itself, also after a restart."""
+
+    path: str
+    threads: int
+    cores: tuple[int, ...]
+    """Cores to run on; empty leaves the choice to the operating system (another node's cores are not ours to number)."""
+    max_context: int
+    slots: int
+    max_sequences: int
+    warmup_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInfo:
+    """What a draft actor says about itself."""
+
+    pid: int
+    cores: tuple[int, ...]
+    vocab_size: int
+    max_context: int
+    memory_bytes: int
+    timings: tuple[tuple[int, float], ...]
+    """(sequences advanced together, seconds) of the warm-up decodes."""
+
+
+class DraftActor:
+    """Ray actor around `LlamaCppDraft`: one call at a time, state only in the model."""
+
+    def __init__(self, settings: DraftSettings) -> None:
+        # Before llama.cpp starts its threads: they inherit the affinity.
+        hardware.pin(settings.cores)
+        from duo_ray.models.llama_cpp import LlamaCppDraft  # noqa: PLC0415 - the process is pinned first
+
+        self._settings = settings
+        self._model = LlamaCppDraft.load(
+            settings.path,
+            threads=settings.threads,
+            max_context=settings.max_context,
+            slots=settings.slots,
+            max_sequences=settings.max_sequences,
+        )
+        self._timings = tuple(self._model.warm_up(settings.warmup_steps))
+
+    def describe(self) -> DraftInfo:
+        return DraftInfo(
+            pid=os.getpid(),
+            cores=self._settings.cores,
+            vocab_size=self._model.vocab_size,
+            max_context=self._model.max_context,
+            memory_bytes=self._model.memory_bytes(),
+            timings=self._timings,
+        )
+
+    def draft(self, jobs: Sequence[DraftJob]) -> tuple[list[DraftBlock], tuple[DraftProbs | None, ...]]:
+        """Blocks for the coordinator and, as an object of its own that only the target reads, their probabilities."""
+        answers = self._model.draft(jobs)
+        return [block for block, _ in answers], tuple(probs for _, probs in answers)
+
+    def release(self, request_id: str) -> None:
+        self._model.release(request_id)

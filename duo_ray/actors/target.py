@@ -1,0 +1,102 @@
+"""The target's process: a transformers model on the GPU, or on CPU cores apart from the drafts'."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from duo_ray import hardware
+from duo_ray.types import DraftProbs, TargetReply, VerifyJob
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSettings:
+    """Everything a target actor needs to build itself, also after a restart."""
+
+    path: str
+    device: str
+    dtype: str
+    slots: int
+    max_context: int
+    vocab_size: int
+    """Ids the tokenizer knows; the embedding may be padded beyond it."""
+    threads: int | None
+    cores: tuple[int, ...]
+    attn_implementation: str
+    chunk: int
+    device_map: str | None
+    cuda_graphs: bool
+    warmup_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """What a target actor says about itself."""
+
+    pid: int
+    device: str
+    dtype: str
+    cores: tuple[int, ...]
+    max_context: int
+    slots: int
+    memory_bytes: int
+    timings: tuple[tuple[int, float], ...]
+    """(new tokens in a pass, seconds) of the warm-up passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbsPick:
+    """Where a job's `DraftProbs` are among the objects sent beside the jobs."""
+
+    argument: int
+    entry: int
+
+
+class TargetActor:
+    """Ray actor around `TransformersTarget`: one pass at a time, state only in the model."""
+
+    def __init__(self, settings: TargetSettings) -> None:
+        hardware.pin(settings.cores)
+        from duo_ray.models.transformers import TransformersTarget  # noqa: PLC0415 - the process is pinned first
+
+        self._settings = settings
+        self._model = TransformersTarget.load(
+            settings.path,
+            device=settings.device,
+            dtype=settings.dtype,
+            slots=settings.slots,
+            max_context=settings.max_context,
+            vocab_size=settings.vocab_size,
+            threads=settings.threads,
+            attn_implementation=settings.attn_implementation,
+            chunk=settings.chunk,
+            device_map=settings.device_map,
+            cuda_graphs=settings.cuda_graphs,
+        )
+        self._timings = tuple(self._model.warm_up(settings.warmup_steps))
+
+    def describe(self) -> TargetInfo:
+        return TargetInfo(
+            pid=os.getpid(),
+            device=self._settings.device,
+            dtype=self._settings.dtype,
+            cores=self._settings.cores,
+            max_context=self._model.max_context,
+            slots=self._model.slots,
+            memory_bytes=self._model.memory_bytes(),
+            timings=self._timings,
+        )
+
+    def verify(
+        self,
+        jobs: Sequence[VerifyJob],
+        picks: Sequence[ProbsPick | None],
+        *probs: tuple[DraftProbs | None, ...],
+    ) -> TargetReply:
+        """One pass. `probs` are what draft actors returned, handed on by reference; `picks` says which entry is whose."""
+        chosen = [None if pick is None else probs[pick.argument][pick.entry] for pick in picks]
+        return self._model.verify(jobs, chosen)
+
+    def release(self, request_id: str) -> None:
+        self._model.release(request_id)

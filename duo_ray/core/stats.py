@@ -1,0 +1,119 @@
+"""What one request cost and gained: the figures shown beside its answer."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field
+
+from duo_ray.types import DraftBlock, Span
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Counters of one request, filled in as its steps happen. Times are seconds until `as_dict` shows milliseconds."""
+
+    started: float
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    proposed_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    gamma_history: list[int] = field(default_factory=list)
+    sequences_history: list[int] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    """How many steps went on without a draft, and why."""
+    target_steps: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    draft_losses: int = 0
+    """How often the draft died or failed under this request."""
+    target_losses: int = 0
+    load: dict[str, float] = field(default_factory=dict)
+    first_token: float | None = None
+    ended: float | None = None
+    _target_seconds: list[float] = field(default_factory=list)
+    _overheads: list[float] = field(default_factory=list)
+    _step_seconds: float = 0.0
+    _draft_seconds: float = 0.0
+    _drafted_seconds: float = 0.0
+    _drafted_tokens: int = 0
+
+    def verified(self, proposed: int, accepted: int) -> None:
+        """One target pass judged a block of `proposed` tokens."""
+        self.target_steps += 1
+        missing = proposed - len(self.proposed_per_position)
+        self.proposed_per_position += [0] * missing
+        self.accepted_per_position += [0] * missing
+        for position in range(proposed):
+            self.proposed_per_position[position] += 1
+            self.accepted_per_position[position] += position < accepted
+        self.accepted_tokens += accepted
+
+    def drafted(self, block: DraftBlock) -> None:
+        """A draft block came back."""
+        self.draft_tokens += block.drafted
+        self.sequences_history.append(len(block.sequences))
+        self._drafted_seconds += sum(seconds for _, seconds in block.token_seconds)
+        if block.prompt_tokens <= 2:  # the decode behind the first token; a prompt pass is not the cost of a token
+            self._drafted_seconds += block.prompt_seconds
+        self._drafted_tokens += block.drafted
+
+    def timed(self, wall: Span, target: Span, lead_seconds: float, overlapped_seconds: float) -> float:
+        """One decode step: its wall time, the target's pass, drafting before it (a lead) and beside it.
+
+        Returns the round overhead: what the step took beyond the models' own work.
+        """
+        overhead = max(0.0, wall.seconds - lead_seconds - max(target.seconds, overlapped_seconds))
+        self._step_seconds += wall.seconds
+        self._target_seconds.append(target.seconds)
+        self._draft_seconds += lead_seconds + overlapped_seconds
+        self._overheads.append(overhead)
+        return overhead
+
+    @property
+    def wasted_tokens(self) -> int:
+        return self.draft_tokens - self.accepted_tokens
+
+    def as_dict(self) -> dict[str, object]:
+        """The `stats` object of the JSON output. Fractions are of the decode time (all steps after the first token)."""
+        wall = self._step_seconds
+        ended = self.ended if self.ended is not None else self.started
+        first = self.first_token if self.first_token is not None else ended
+        overheads = sorted(self._overheads) or [0.0]
+        decoded = self.completion_tokens - 1
+        return {
+            "target_steps": self.target_steps,
+            "draft_tokens": self.draft_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "wasted_tokens": self.wasted_tokens,
+            "mean_accepted": round(self.accepted_tokens / self.target_steps, 3) if self.target_steps else 0.0,
+            "acceptance_per_position": [
+                round(accepted / proposed, 3)
+                for accepted, proposed in zip(self.accepted_per_position, self.proposed_per_position, strict=True)
+            ],
+            "gamma_history": self.gamma_history,
+            "sequences_history": self.sequences_history,
+            "plain_steps": dict(self.reasons),
+            "draft_losses": self.draft_losses,
+            "target_losses": self.target_losses,
+            "t_target_ms": _ms(statistics.median(self._target_seconds)) if self._target_seconds else 0.0,
+            "t_draft_ms": _ms(self._drafted_seconds / self._drafted_tokens) if self._drafted_tokens else 0.0,
+            "ttft_ms": _ms(first - self.started),
+            "tokens_per_s": round(decoded / (ended - first), 2) if decoded > 0 and ended > first else 0.0,
+            "round_overhead_ms": {"p50": _ms(_quantile(overheads, 0.5)), "p90": _ms(_quantile(overheads, 0.9))},
+            "target_idle": _idle(sum(self._target_seconds), wall),
+            "draft_idle": _idle(self._draft_seconds, wall),
+            "load": self.load,
+        }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 2)
+
+
+def _idle(busy: float, wall: float) -> float:
+    return round(min(1.0, max(0.0, 1.0 - busy / wall)), 3) if wall else 0.0
+
+
+def _quantile(ordered: list[float], q: float) -> float:
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]

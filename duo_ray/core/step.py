@@ -1,0 +1,286 @@
+"""One request's decoding without I/O: which jobs to send, what their answers mean.
+
+`core.decode` drives it synchronously, the coordinator actor asynchronously; neither knows the algorithm. A step:
+
+    decoding.plan()                         # how much to draft
+    lead = decoding.lead_job()              # with no block in hand: draft first ...
+    decoding.hold(block, probs)             # ... and hold what came back
+    verify = decoding.verify_job()          # the target judges the block in hand ...
+    draft = decoding.draft_job()            # ... while the draft writes the next one, betting on how that ends
+    tokens = decoding.commit(verdict)       # the kept tokens, or those and a correction
+    decoding.offer(block, probs)            # the next block: in hand from now on, if it won its bet
+    tokens += decoding.settle()             # the token drawn after a fully kept block; the controller learns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from duo_ray.core.gamma import GammaController, Plan
+from duo_ray.core.request import Detokenizer, Generation
+from duo_ray.core.stats import RequestStats
+from duo_ray.core.verify import continuation
+from duo_ray.types import (
+    Context,
+    ContextOverflow,
+    DraftBlock,
+    DraftJob,
+    DuoRayError,
+    Ids,
+    Origin,
+    Request,
+    Token,
+    TokenLogprobs,
+    Verdict,
+    VerifyJob,
+)
+
+Probs = TypeVar("Probs")
+"""Whatever carries a block's `DraftProbs`: the object itself, or a reference to it in the object store."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Hand(Generic[Probs]):
+    """The drafted ids to verify next, and where their rows are in the probabilities of their block."""
+
+    ids: Ids = ()
+    probs: Probs | None = None
+    sequence: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What the draft job in flight was told: the committed length, the ids assumed to follow, its budget."""
+
+    base: int
+    assumed: Ids
+    gamma: int
+
+
+@dataclass(slots=True)
+class _Ending:
+    """How this step's verification ended."""
+
+    proposed: int
+    accepted: int
+    verdict: Verdict
+    settled: bool = False
+    bet_won: bool | None = None
+    gamma: int = 0
+    best_tail: int | None = None
+
+
+class Decoding(Generic[Probs]):
+    """State of one request between the answers of target and draft."""
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        eos_ids: frozenset[int],
+        detokenizer: Detokenizer,
+        controller: GammaController,
+        stats: RequestStats,
+        max_context: int,
+        draft_context: int | None,
+        max_sequences: int = 1,
+        prefetch: bool = True,
+    ) -> None:
+        """`max_context` and `draft_context` are how many tokens target and draft can hold; None: there is no draft."""
+        if len(request.prompt) >= max_context:
+            raise ContextOverflow(
+                f"the prompt has {len(request.prompt)} tokens; the target's context holds {max_context}, "
+                "and the answer needs at least one of them: shorten the prompt or raise models.target.max_seq_len"
+            )
+        self.request = request
+        self.controller = controller
+        self.stats = stats
+        self.generation = Generation(
+            request, eos_ids=eos_ids, detokenizer=detokenizer, max_tokens=max_context - len(request.prompt)
+        )
+        self._draft_context = draft_context if request.draft else None
+        self._max_sequences = request.max_sequences or max_sequences
+        self._prefetch = prefetch
+        self._hand: _Hand[Probs] = _Hand()
+        self._plan = Plan(0, 0, False, "start")
+        self._sent: _Sent | None = None
+        self._ending: _Ending | None = None
+        self._target_agreed = 0
+        self._draft_agreed = 0
+        self._step = -1
+        stats.prompt_tokens = len(request.prompt)
+
+    @property
+    def finished(self) -> bool:
+        return self.generation.finish_reason is not None
+
+    # --- asking
+
+    def plan(self, *, draft_available: bool = True) -> Plan:
+        """Begin a step: how much to draft, or why not to."""
+        self._step += 1
+        # A pass commits one token more than its block keeps: beyond that nothing is worth verifying.
+        self._hand = replace(self._hand, ids=self._hand.ids[: self.generation.remaining - 1])
+        self._plan = plan = self._bounded_plan(draft_available=draft_available)
+        if plan.gamma == 0 and plan.lead == 0:
+            self.stats.reasons[plan.reason] += 1
+        return plan
+
+    def _bounded_plan(self, *, draft_available: bool) -> Plan:
+        if self._draft_context is None:
+            return Plan(0, 0, False, "no draft")
+        if not draft_available:
+            return Plan(0, 0, False, "draft not available")
+        if self._sent is not None:
+            return Plan(0, 0, False, "draft is late")
+        first = not self.generation.token_ids
+        if first and not self._prefetch:
+            return Plan(0, 0, False, "prefetch is off")
+        plan = self.controller.plan()
+        # The first token never waits for the draft's prompt pass.
+        lead = 0 if first or self._hand.ids else min(plan.lead, self.generation.remaining - 1)
+        held = len(self._hand.ids) + max(0, lead)
+        room = self.generation.remaining - held - 1
+        gamma = min(plan.gamma, room * self._max_sequences) if plan.overlap else 0
+        if len(self.generation.log) + held + max(0, gamma) > self._draft_context:
+            return Plan(0, 0, False, f"the draft's context of {self._draft_context} tokens is full")
+        return Plan(max(0, lead), max(0, gamma), plan.overlap, plan.reason)
+
+    def prefill_jobs(self, chunk: int) -> Iterator[VerifyJob]:
+        """Chunks of ids the target does not hold yet, except the last, which `verify_job` carries."""
+        while len(self.generation.log) - self._target_agreed > chunk:
+            end = self._target_agreed + chunk
+            yield VerifyJob(self._context(self._target_agreed, end=end), (), self.request.sampling, draw=False)
+            self._target_agreed = end
+
+    def verify_job(self) -> VerifyJob:
+        """The block in hand, for the target to judge; an empty one is plain decoding."""
+        hand = self._hand
+        context = self._context(self._target_agreed)
+        return VerifyJob(context, hand.ids, self.request.sampling, sequence=hand.sequence, offset=hand.offset)
+
+    @property
+    def hand_probs(self) -> Probs | None:
+        """What goes beside `verify_job`."""
+        return self._hand.probs
+
+    def lead_job(self) -> DraftJob | None:
+        """Tokens to draft before the target's pass."""
+        return self._draft_job(self._plan.lead, bets=False) if self._plan.lead else None
+
+    def draft_job(self) -> DraftJob | None:
+        """The block to write beside the target's pass, betting that the block in hand is accepted."""
+        return self._draft_job(self._plan.gamma, bets=True) if self._plan.gamma and self._sent is None else None
+
+    def _draft_job(self, budget: int, *, bets: bool) -> DraftJob:
+        assumed = self._hand.ids
+        self._sent = _Sent(len(self.generation.log), assumed, budget)
+        self.stats.gamma_history.append(budget)
+        return DraftJob(
+            self._context(self._draft_agreed, extra=assumed),
+            assumed=len(assumed),
+            budget=budget,
+            max_sequences=self._max_sequences if bets else 1,
+            bets=bets,
+            acceptance=self.controller.acceptance.token,
+            sampling=self.request.sampling,
+        )
+
+    def _context(self, agreed: int, *, end: int | None = None, extra: Ids = ()) -> Context:
+        return self.generation.log.context(
+            self.request.request_id, agreed=agreed, prompt_length=len(self.request.prompt), end=end, extra=extra
+        )
+
+    # --- answers
+
+    def target_lost(self) -> None:
+        """The target does not hold this request any more: send all its ids again."""
+        self._target_agreed = 0
+        self.stats.target_losses += 1
+
+    def draft_lost(self) -> None:
+        """The draft does not hold this request any more, and the job in flight has no answer."""
+        self._draft_agreed = 0
+        self._sent = None
+        self.stats.draft_losses += 1
+
+    def drop_hand(self) -> None:
+        """What the block in hand was sampled from is lost, so it cannot be judged."""
+        self._hand = _Hand()
+
+    def hold(self, block: DraftBlock, probs: Probs | None) -> None:
+        """The lead came back: it is the block in hand."""
+        self._receive(block)
+        self._hand = _Hand(block.sequences[0].ids, probs) if block.sequences else _Hand()
+
+    def commit(self, verdict: Verdict) -> list[Token]:
+        """Take the verdict on the block in hand: commit what was kept and, after a rejection, the correction."""
+        ids, self._hand = self._hand.ids, _Hand()
+        self._ending = ending = _Ending(len(ids), verdict.accepted, verdict)
+        self._target_agreed = len(self.generation.log)
+        tokens = self._commit(ids[: verdict.accepted], Origin.ACCEPTED, verdict.logprobs)
+        # An event inside the block ends the request there: what was verified after it does not count.
+        kept = len(self.generation.log) - self._target_agreed
+        self.stats.verified(len(ids), kept)
+        if verdict.accepted < len(ids):
+            tokens += self._commit_drawn(ending, Origin.CORRECTION)
+        return tokens
+
+    def offer(self, block: DraftBlock, probs: Probs | None) -> None:
+        """A block written beside a target pass came back, this step's or an earlier one's: hold it if its bet won."""
+        sent = self._receive(block)
+        ending, log = self._ending, self.generation.log
+        committed = tuple(log.ids[sent.base :])
+        if ending is not None and not ending.settled and ending.verdict.token is not None:
+            committed += (ending.verdict.token,)
+        found = continuation(block, sent.assumed, committed)
+        if ending is not None and not ending.settled and len(committed) == len(sent.assumed) + 1:
+            ending.bet_won = found is not None
+        if ending is not None:
+            ending.gamma = sent.gamma
+            ending.best_tail = max((len(s.ids) for s in block.sequences), default=0)
+        if found is not None and not self.finished:
+            sequence, offset = found
+            self._hand = _Hand(block.sequences[sequence].ids[offset:], probs, sequence, offset)
+
+    def settle(self) -> list[Token]:
+        """End the step: commit the token drawn after a fully kept block, with its origin; teach the controller."""
+        ending, self._ending = self._ending, None
+        if ending is None:
+            return []
+        self.controller.observe(
+            proposed=ending.proposed,
+            accepted=ending.accepted,
+            bet_won=ending.bet_won,
+            gamma=ending.gamma,
+            best_tail=ending.best_tail,
+        )
+        if ending.settled or self.finished:
+            return []
+        if ending.bet_won:
+            self.stats.accepted_tokens += 1
+            return self._commit_drawn(ending, Origin.ACCEPTED)
+        if ending.proposed:
+            return self._commit_drawn(ending, Origin.BONUS)
+        return self._commit_drawn(ending, Origin.PLAIN if ending.bet_won is None else Origin.CORRECTION)
+
+    def _receive(self, block: DraftBlock) -> _Sent:
+        if self._sent is None:
+            raise DuoRayError(f"a draft block for {block.request_id} came back that was not asked for")
+        sent, self._sent = self._sent, None
+        self._draft_agreed = sent.base
+        self.stats.drafted(block)
+        return sent
+
+    def _commit_drawn(self, ending: _Ending, origin: Origin) -> list[Token]:
+        ending.settled = True
+        token = ending.verdict.token
+        return [] if token is None else self._commit((token,), origin, ending.verdict.logprobs[ending.accepted :])
+
+    def _commit(self, ids: Ids, origin: Origin, logprobs: tuple[TokenLogprobs, ...]) -> list[Token]:
+        tokens = self.generation.commit(ids, origin, self._step, logprobs)
+        self.stats.completion_tokens = len(self.generation.token_ids)
+        return tokens

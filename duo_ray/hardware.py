@@ -1,0 +1,479 @@
+"""What this machine has, which part of it each actor gets, and how busy it is.
+
+Linux tells all of it through /proc and /sys; elsewhere what cannot be found out is left empty. Cores are logical CPUs
+by the numbers `taskset` uses.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pynvml
+
+from duo_ray.config import Config, ConfigError, parse_cores
+
+_ROOT = Path("/")
+
+_DRAFT_CORES = 8
+"""A draft of the intended size gains nothing from more threads than this; further cores go to further drafts."""
+
+_ISA: dict[str, frozenset[str]] = {
+    "avx2": frozenset({"avx2"}),
+    "avx512": frozenset({"avx512f"}),
+    "vnni": frozenset({"avx512_vnni", "avx_vnni"}),
+    "bf16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
+    "amx": frozenset({"amx_tile"}),
+    "neon": frozenset({"asimd"}),
+}
+"""What matters to the engines -> the flags of /proc/cpuinfo that say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One CUDA device, in the order CUDA numbers them for this process."""
+
+    name: str
+    memory: int
+    """Bytes in total; 0 where the driver does not say."""
+    driver: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What this process may use."""
+
+    cores: tuple[int, ...]
+    """Cores this process may run on."""
+    present: tuple[int, ...]
+    """All cores the machine has online."""
+    numa_nodes: tuple[tuple[int, ...], ...]
+    """Cores of each NUMA node, those of `cores` only; one node where the machine has none."""
+    memory_total: int
+    memory_available: int
+    cpu: str
+    isa: frozenset[str]
+    """Which of avx2, avx512, vnni, bf16, amx, neon the CPU has."""
+    gpus: tuple[Gpu, ...] = ()
+    cpu_limit: float | None = None
+    """Cores' worth of time a container may use (cgroup quota); None: no limit."""
+
+    @property
+    def effective_cores(self) -> float:
+        return len(self.cores) if self.cpu_limit is None else min(len(self.cores), self.cpu_limit)
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSplit:
+    """Cores of the target and of each draft actor."""
+
+    target: tuple[int, ...]
+    drafts: tuple[tuple[int, ...], ...]
+
+    @property
+    def shared(self) -> bool:
+        """Whether target and drafts take turns on a core: there is only one."""
+        return any(core in self.target for draft in self.drafts for core in draft)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLoad:
+    name: str
+    utilisation: float
+    """Share of the time a kernel ran, 0 to 1."""
+    memory_used: int
+    memory_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the machine is."""
+
+    cores: tuple[float, ...]
+    """Busy share of each core, 0 to 1."""
+    memory_used: int
+    memory_total: int
+    gpus: tuple[GpuLoad, ...]
+
+
+def detect_machine(root: Path = _ROOT) -> Machine:
+    """What this process may use. Never raises for something missing. `root` is where /proc and /sys hang."""
+    present = _core_list(root / "sys/devices/system/cpu/online") or tuple(range(os.cpu_count() or 1))
+    cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else present
+    memory = psutil.virtual_memory()
+    cpu, isa = _cpu(root)
+    return Machine(
+        cores=cores,
+        present=present,
+        numa_nodes=_numa_nodes(root, cores),
+        memory_total=memory.total,
+        memory_available=memory.available,
+        cpu=cpu,
+        isa=isa,
+        gpus=_gpus(),
+        cpu_limit=_cpu_limit(root),
+    )
+
+
+def sample_load(seconds: float = 0.1) -> Load:
+    """Load of the machine, measured over `seconds`; the call takes that long."""
+    busy = psutil.cpu_percent(interval=seconds, percpu=True)
+    memory = psutil.virtual_memory()
+    return Load(
+        cores=tuple(share / 100 for share in busy),
+        memory_used=memory.total - memory.available,
+        memory_total=memory.total,
+        gpus=_gpu_loads(),
+    )
+
+
+def pin(cores: Sequence[int]) -> str | None:
+    """Bind this process, and every thread it starts from now on, to `cores`.
+
+    Returns:
+        None, or a note that says why nothing was bound: the platform cannot do it.
+
+    Raises:
+        ConfigError: a core that does not exist or is not allowed.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return f"{platform.system()} does not let a process choose its cores: actors are not pinned"
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot pin to cores {show_cores(cores)}: {error.strerror}; set hardware.cpu_affinity"
+        ) from None
+    return None
+
+
+def show_cores(cores: Iterable[int]) -> str:
+    """Cores as `taskset` writes them: (0, 1, 2, 5) -> "0-2,5"."""
+    ranges: list[list[int]] = []
+    for core in sorted(set(cores)):
+        if ranges and core == ranges[-1][1] + 1:
+            ranges[-1][1] = core
+        else:
+            ranges.append([core, core])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+
+
+def split_cores(
+    machine: Machine,
+    affinity: Sequence[int] | None,
+    draft_actors: int | None,
+    draft_threads: int | None,
+    target_on_gpu: bool,
+) -> CoreSplit:
+    """Give target and drafts disjoint cores; each draft's cores lie in one NUMA node.
+
+    With a GPU one core drives it and the drafts get the rest; without, the target gets half. A single core is shared.
+
+    Args:
+        affinity: the cores to share out; None: all of the machine's.
+        draft_actors: None: one up to 8 draft cores, then one for every 8 (or `draft_threads`, if more).
+        draft_threads: threads of each draft actor; None: one for each of its cores.
+
+    Raises:
+        ConfigError: cores that are not there, or fewer than the draft actors or their threads need.
+    """
+    cores = machine.cores if affinity is None else tuple(sorted(set(affinity)))
+    _check_allowed(machine, cores)
+    if len(cores) == 1:
+        split = CoreSplit(cores, (cores,) * (draft_actors or 1))
+    else:
+        nodes = [[core for core in node if core in cores] for node in machine.numa_nodes]
+        ordered = [core for node in nodes for core in node]
+        target = ordered[: 1 if target_on_gpu else len(ordered) // 2]
+        free = [[core for core in node if core not in target] for node in nodes]
+        split = CoreSplit(tuple(target), _share_out([node for node in free if node], draft_actors, draft_threads))
+    fewest = min(split.drafts, key=len)
+    if draft_threads is not None and draft_threads > len(fewest):
+        raise ConfigError(
+            f"models.draft.threads is {draft_threads}, but a draft actor has {len(fewest)} of the {len(cores)} cores"
+            f" ({show_cores(fewest)}): lower it, or set optimization.draft_actors or hardware.cpu_affinity"
+        )
+    return split
+
+
+def _share_out(
+    nodes: list[list[int]], draft_actors: int | None, draft_threads: int | None
+) -> tuple[tuple[int, ...], ...]:
+    """Cores for each draft actor out of `nodes`, the free cores of each NUMA node."""
+    size = max(_DRAFT_CORES, draft_threads or 0)
+    available = sum(map(len, nodes))
+    actors = max(1, sum(len(node) // size for node in nodes)) if draft_actors is None else draft_actors
+    if actors > available:
+        raise ConfigError(
+            f"optimization.draft_actors is {actors}, but only {available} cores are left beside the target's"
+        )
+    counts = [0] * len(nodes)
+    for _ in range(actors):
+        roomiest = max(range(len(nodes)), key=lambda n: len(nodes[n]) / (counts[n] + 1))
+        counts[roomiest] += 1
+    drafts: list[tuple[int, ...]] = []
+    for node, count in zip(nodes, counts, strict=True):
+        bounds = [len(node) * i // count for i in range(count + 1)] if count else [0]
+        drafts += [tuple(node[low:high]) for low, high in pairwise(bounds)]
+    return tuple(drafts)
+
+
+def usable_cores(config: Config, machine: Machine) -> tuple[int, ...]:
+    """The cores the pipeline shares out: those of `cpu_affinity`, at most `cpu_cores` of them.
+
+    Without either, no more than a container's CPU limit pays for.
+
+    Raises:
+        ConfigError: cores that do not exist or are not allowed, or fewer than `cpu_cores`.
+    """
+    hardware = config.hardware
+    affinity, count = hardware.affinity, hardware.cpu_cores
+    cores = machine.cores if affinity is None else affinity
+    _check_allowed(machine, cores)
+    if count == "auto":
+        limit = max(1, int(machine.effective_cores)) if affinity is None else len(cores)
+        return cores[:limit]
+    if count > len(cores):
+        has = "this process may use" if affinity is None else "hardware.cpu_affinity names"
+        raise ConfigError(f"hardware.cpu_cores is {count}, but {has} {len(cores)} cores: {show_cores(cores)}")
+    return cores[:count]
+
+
+def _check_allowed(machine: Machine, cores: Iterable[int]) -> None:
+    if missing := set(cores).difference(machine.present):
+        raise ConfigError(
+            f"hardware.cpu_affinity names core {show_cores(missing)}, but this machine has"
+            f" {show_cores(machine.present)}; change it or set it to auto"
+        )
+    if barred := set(cores).difference(machine.cores):
+        raise ConfigError(
+            f"hardware.cpu_affinity names core {show_cores(barred)}, but this process may use only"
+            f" {show_cores(machine.cores)} (taskset or container); change it or set it to auto"
+        )
+
+
+def target_device(config: Config, machine: Machine) -> str:
+    """Where the target runs: "cpu" or "cuda:N", with `auto` resolved.
+
+    Raises:
+        ConfigError: a CUDA device that is not there, is forbidden by gpu_type: none, or has another name than gpu_type.
+    """
+    device, gpu_type = config.models.target.device, config.hardware.gpu_type
+    forced_off = gpu_type.lower() == "none"
+    if device == "cpu" or (device == "auto" and (forced_off or not machine.gpus)):
+        return "cpu"
+    if forced_off:
+        raise ConfigError(f"models.target.device is {device}, but hardware.gpu_type is none: change one of them")
+    if not machine.gpus:
+        raise ConfigError(
+            f"models.target.device is {device}, but no NVIDIA GPU with a driver was found; set it to cpu or auto"
+        )
+    index = int(device.partition(":")[2] or 0) if device != "auto" else 0
+    if index >= len(machine.gpus):
+        raise ConfigError(
+            f"models.target.device is {device}, but there are {len(machine.gpus)} GPUs: use cuda:0 to"
+            f" cuda:{len(machine.gpus) - 1}"
+        )
+    name = machine.gpus[index].name
+    if gpu_type.lower() != "auto" and gpu_type.lower() not in name.lower():
+        raise ConfigError(f"hardware.gpu_type is {gpu_type}, but cuda:{index} is {name}; change it or set it to auto")
+    return f"cuda:{index}"
+
+
+def plan_cores(config: Config, machine: Machine) -> CoreSplit:
+    """`split_cores` by the configuration; without a draft all cores are the target's.
+
+    Raises:
+        ConfigError: see `usable_cores`, `target_device`, `split_cores`.
+    """
+    cores = usable_cores(config, machine)
+    if config.models.draft.model is None:
+        return CoreSplit(cores, ())
+    actors, threads = config.optimization.draft_actors, config.models.draft.threads
+    return split_cores(
+        machine,
+        cores,
+        None if actors == "auto" else actors,
+        None if threads == "auto" else threads,
+        target_device(config, machine) != "cpu",
+    )
+
+
+def check_machine(config: Config, machine: Machine) -> list[str]:
+    """Notes on what works but not well here.
+
+    Raises:
+        ConfigError: what cannot work here: a GPU or cores that are not there, more threads than cores, fp16 on a CPU.
+    """
+    device, target = target_device(config, machine), config.models.target
+    on_cpu = device == "cpu"
+    if on_cpu and target.precision == "fp16":
+        raise ConfigError("models.target.precision is fp16, which is for GPUs; on a CPU use bf16, fp32 or auto")
+    split = plan_cores(config, machine)
+    if on_cpu and target.threads != "auto" and target.threads > len(split.target):
+        raise ConfigError(
+            f"models.target.threads is {target.threads}, but the target has {len(split.target)} cores"
+            f" ({show_cores(split.target)}): lower it or set it to auto"
+        )
+    notes = []
+    gpu_type = config.hardware.gpu_type
+    if on_cpu and gpu_type.lower() not in ("auto", "none"):
+        notes.append(f"hardware.gpu_type is {gpu_type}, but the target runs on the CPU")
+    if split.shared:
+        notes.append(f"target and draft share core {show_cores(split.target)}: they cannot work at the same time")
+    if on_cpu and target.precision == "bf16" and "bf16" not in machine.isa:
+        notes.append("models.target.precision is bf16, which this CPU only emulates: fp32 is probably faster")
+    used = len({*split.target, *(core for draft in split.drafts for core in draft)})
+    if machine.cpu_limit is not None and used > machine.cpu_limit:
+        notes.append(
+            f"{used} cores are used, but the container's CPU limit is {machine.cpu_limit:g}: expect throttling"
+        )
+    return notes
+
+
+# --- /proc and /sys ---------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> str:
+    """The file's text; empty where it is missing or may not be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _core_list(path: Path) -> tuple[int, ...]:
+    text = _read(path)
+    return parse_cores(text) if text else ()
+
+
+def _numa_nodes(root: Path, cores: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    directories = (root / "sys/devices/system/node").glob("node[0-9]*")
+    lists = [_core_list(node / "cpulist") for node in sorted(directories, key=lambda path: int(path.name[4:]))]
+    nodes = [tuple(core for core in node if core in cores) for node in lists]
+    elsewhere = tuple(core for core in cores if not any(core in node for node in nodes))
+    return tuple(node for node in (*nodes, elsewhere) if node)
+
+
+def _cpu(root: Path) -> tuple[str, frozenset[str]]:
+    name, flags = platform.processor() or platform.machine(), set[str]()
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        match key.strip():
+            case "model name":
+                name = value.strip()
+            case "flags" | "Features":
+                flags.update(value.split())
+    return name, frozenset(feature for feature, any_of in _ISA.items() if any_of & flags)
+
+
+def _cpu_limit(root: Path) -> float | None:
+    """Cores' worth of time the cgroup allows: cpu.max (v2) or the CFS quota (v1), the least over all levels."""
+    limits = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if number == "0" and not controllers:
+            base, read = root / "sys/fs/cgroup", _quota_v2
+        elif "cpu" in controllers.split(","):
+            base, read = root / "sys/fs/cgroup/cpu", _quota_v1
+        else:
+            continue
+        # Inside a container the path is often the host's, and only the mount's root exists.
+        limits += [read(level) for level in _levels(base, group)]
+    known = [limit for limit in limits if limit is not None]
+    return min(known, default=None)
+
+
+def _levels(base: Path, group: str) -> Iterator[Path]:
+    path = base
+    yield path
+    for name in group.split("/"):
+        if name and name != "..":  # a namespace may show the group as /../..
+            path /= name
+            yield path
+
+
+def _quota_v2(group: Path) -> float | None:
+    quota, _, period = _read(group / "cpu.max").partition(" ")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def _quota_v1(group: Path) -> float | None:
+    quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+# --- NVML -------------------------------------------------------------------------------------------------------
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    with _nvml() as handles:
+        driver = _ask("", pynvml.nvmlSystemGetDriverVersion) if handles else ""
+        return tuple(
+            Gpu(_ask("NVIDIA GPU", pynvml.nvmlDeviceGetName, handle), _memory(handle)[1], driver) for handle in handles
+        )
+
+
+def _gpu_loads() -> tuple[GpuLoad, ...]:
+    with _nvml() as handles:
+        loads = []
+        for handle in handles:
+            rates = _ask(None, pynvml.nvmlDeviceGetUtilizationRates, handle)
+            used, total = _memory(handle)
+            name = _ask("NVIDIA GPU", pynvml.nvmlDeviceGetName, handle)
+            loads.append(GpuLoad(name, rates.gpu / 100 if rates else 0.0, used, total))
+        return tuple(loads)
+
+
+@contextmanager
+def _nvml() -> Iterator[list[Any]]:
+    """Handles of the GPUs this process sees; none without a driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield []
+        return
+    try:
+        yield _visible()
+    finally:
+        _ask(None, pynvml.nvmlShutdown)
+
+
+def _visible() -> list[Any]:
+    """Device handles as CUDA_VISIBLE_DEVICES chooses and orders them; the first bad entry ends the list, as in CUDA."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = _ask(0, pynvml.nvmlDeviceGetCount)
+    names = [str(index) for index in range(count)] if chosen is None else [name.strip() for name in chosen.split(",")]
+    handles = []
+    for name in names:
+        if name.isdigit():
+            handle = _ask(None, pynvml.nvmlDeviceGetHandleByIndex, int(name))
+        else:
+            handle = _ask(None, pynvml.nvmlDeviceGetHandleByUUID, name)
+        if handle is None:
+            break
+        handles.append(handle)
+    return handles
+
+
+def _memory(handle: Any) -> tuple[int, int]:
+    """(used, total) bytes; zeros where the GPU has no memory of its own."""
+    info = _ask(None, pynvml.nvmlDeviceGetMemoryInfo, handle)
+    return (int(info.used), int(info.total)) if info else (0, 0)
+
+
+def _ask(otherwise: Any, question: Callable[..., Any], *args: Any) -> Any:
+    """The driver's answer, or `otherwise` where it has none."""
+    try:
+        answer = question(*args)
+    except pynvml.NVMLError:
+        return otherwise
+    return answer.decode() if isinstance(answer, bytes) else answer

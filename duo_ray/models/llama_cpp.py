@@ -1,0 +1,670 @@
+"""The draft: a GGUF model on CPU cores, through llama.cpp's low-level API.
+
+Every request holds llama.cpp sequences over one unified KV cache: the cells of a common prefix are shared, so k
+continuations of a context advance in one decode and cost only their own tokens. The next job keeps the sequence that
+shares most with its context, crops it there and decodes what is missing: one token after a fully accepted block.
+
+A call that fails in the middle forgets its requests: the next job of each, which refers to ids no longer held, raises
+`UnknownPrefix`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from llama_cpp import llama_cpp as ll
+from numpy.typing import NDArray
+
+from duo_ray.core.context import IdLog, common_prefix
+from duo_ray.core.sampling import Purpose, check_finite, distribution, draw, most_probable, penalise, uniform
+from duo_ray.core.sequences import open_heads, split
+from duo_ray.core.verify import Row
+from duo_ray.types import (
+    Context,
+    ContextOverflow,
+    DraftBlock,
+    DraftJob,
+    DraftProbs,
+    DraftSequence,
+    DuoRayError,
+    Outcome,
+    Span,
+    UnknownPrefix,
+)
+
+Logits = NDArray[np.float32]
+
+_MICRO_BATCH = 64
+"""Tokens llama.cpp computes at once; more is no faster on a CPU and attention scratch grows with it."""
+
+_FILE_TYPES: dict[str, int] = {
+    match[1]: value
+    for name, value in vars(ll).items()
+    if (match := re.fullmatch(r"LLAMA_FTYPE_(?:MOSTLY|ALL)_(\w+)", name))
+}
+"""llama.cpp's names of weight types: F16, Q8_0, Q4_K_M, ..."""
+
+
+class LlamaCppError(DuoRayError):
+    """llama.cpp could not load, run or quantise a model."""
+
+
+class LlamaCppDraft:
+    """A `DraftModel` on the CPU. Made by `load`; freed by `close`.
+
+    Every request has room for `max_context` tokens, its drafted sequences included. When all `slots` are taken, the
+    request that was idle longest is forgotten (its next job raises `UnknownPrefix`).
+    """
+
+    def __init__(
+        self, model: Any, context: Any, *, slots: int, max_context: int, max_sequences: int, keep: int
+    ) -> None:
+        vocab = ll.llama_model_get_vocab(model)
+        self.vocab_size: int = ll.llama_vocab_n_tokens(vocab)
+        self.max_context = max_context
+        self.slots = slots
+        self.max_sequences = max_sequences
+        self._keep = min(keep, self.vocab_size)
+        self._ends = frozenset(i for i in range(self.vocab_size) if ll.llama_vocab_is_eog(vocab, i))
+        self._model = model
+        self._context = context
+        self._memory = ll.llama_get_memory(context)
+        self._batch_size: int = ll.llama_n_batch(context)
+        self._batch = ll.llama_batch_init(self._batch_size, 0, 1)
+        self._memory_bytes = _log.buffer_bytes
+        self._held: dict[str, _Slot] = {}  # idle longest first
+        self._free = [range(i * max_sequences, (i + 1) * max_sequences) for i in range(slots)]
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | str,
+        *,
+        threads: int,
+        max_context: int,
+        slots: int = 8,
+        max_sequences: int = 8,
+        keep: int = 64,
+        n_batch: int = 512,
+    ) -> LlamaCppDraft:
+        """Load a GGUF file onto the CPU.
+
+        Args:
+            threads: cores that one decode uses.
+            max_context: tokens per request, drafted ones included.
+            slots: requests held at once. The KV cache has `slots * max_context` cells, so it never runs out.
+            max_sequences: sequences per request; a job that asks for more gets these.
+            keep: truncate q to this many most probable tokens.
+            n_batch: tokens per decode while a context is read.
+
+        Raises:
+            LlamaCppError: no such file, not a GGUF, or a model that cannot serve as a draft.
+            ValueError: an argument is out of range, or the context is longer than the model was trained for.
+        """
+        for name, value in (
+            ("threads", threads),
+            ("max_context", max_context),
+            ("slots", slots),
+            ("max_sequences", max_sequences),
+            ("keep", keep),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        sequences, limit = slots * max_sequences, ll.llama_max_parallel_sequences()
+        if sequences > limit:
+            raise ValueError(
+                f"slots={slots} x max_sequences={max_sequences} is {sequences} sequences; llama.cpp holds {limit}: "
+                "lower one of them"
+            )
+        if n_batch < sequences:
+            raise ValueError(f"n_batch={n_batch} must be at least slots x max_sequences = {sequences}")
+        _start_library()
+        _log.clear()
+        model = _load_model(Path(path))
+        try:
+            _check_model(model, Path(path))
+            trained: int = ll.llama_model_n_ctx_train(model)
+            if max_context > trained:
+                raise ValueError(
+                    f"max_context={max_context}, but {path} was trained for {trained} tokens: ask for less"
+                )
+            params = ll.llama_context_default_params()
+            params.n_ctx = slots * max_context
+            params.n_batch = n_batch
+            params.n_ubatch = min(_MICRO_BATCH, n_batch)
+            params.n_seq_max = params.n_outputs_max = sequences
+            params.n_threads = params.n_threads_batch = threads
+            params.kv_unified = True
+            params.swa_full = True  # a sliding-window cache could not be cropped past its window
+            params.offload_kqv = params.op_offload = False
+            # On CPUs the fused kernel is the slow one: 4 sequences at 3000 tokens took 384 ms with it, 57 ms without.
+            params.flash_attn_type = ll.LLAMA_FLASH_ATTN_TYPE_DISABLED
+            context = ll.llama_init_from_model(model, params)
+            if not context:
+                raise LlamaCppError(
+                    f"no context of {slots} x {max_context} tokens for {path}: lower one of them ({_log.quote()})"
+                )
+        except BaseException:
+            ll.llama_model_free(model)
+            raise
+        return cls(model, context, slots=slots, max_context=max_context, max_sequences=max_sequences, keep=keep)
+
+    def close(self) -> None:
+        """Free model, KV cache and batch. The object is of no use afterwards; closing it again does nothing."""
+        if self._context is None:
+            return
+        ll.llama_batch_free(self._batch)
+        ll.llama_free(self._context)
+        ll.llama_model_free(self._model)
+        self._context = self._model = self._memory = None
+        self._held.clear()
+
+    def memory_bytes(self) -> int:
+        """Bytes of weights, KV cache and scratch memory, as llama.cpp accounted for them at load."""
+        return self._memory_bytes
+
+    def release(self, request_id: str) -> None:
+        """Free everything held for a request; unknown ids are ignored."""
+        slot = self._held.pop(request_id, None)
+        if slot is not None:
+            for sequence in slot.sequences:
+                self._crop(sequence, 0)
+            self._free.append(slot.seq_ids)
+
+    def warm_up(self, steps: int) -> list[tuple[int, float]]:
+        """Decode with 1, 2 and 4 sequences, `steps` times each: (width, seconds), as in `DraftBlock.token_seconds`."""
+        timings = []
+        [slot] = self._take([""])
+        try:
+            for width in (w for w in (1, 2, 4) if w <= self.max_sequences):
+                slot.sequences = [_Sequence(seq_id) for seq_id in slot.seq_ids[:width]]
+                rows = [
+                    _BatchRow(i % self.vocab_size, 0, sequence.seq_id, True)
+                    for i, sequence in enumerate(slot.sequences)
+                ]
+                for step in range(steps + 1):
+                    started = time.perf_counter()
+                    self._decode(rows)
+                    for i in range(width):
+                        self._logits(i).argmax()
+                    if step > 0:  # the first one reads the weights from disk
+                        timings.append((width, time.perf_counter() - started))
+                    for sequence in slot.sequences:
+                        self._crop(sequence, 0)
+        finally:
+            self.release("")
+        return timings
+
+    def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[DraftBlock, DraftProbs | None]]:
+        """One block per job; all jobs and all their sequences advance in the same decodes.
+
+        A job with bets opens its most probable heads by the theta rule. A head that ends the text is no bet: nothing
+        can follow it. When no other head is left, the block has no sequence. A drafted end of text ends its sequence.
+
+        Raises:
+            UnknownPrefix: before any work, naming every job whose prefix is not held.
+            ContextOverflow: a job's context plus budget does not fit `max_context`, or more jobs than slots.
+            NonFiniteLogits: the model broke.
+            LlamaCppError: a decode failed. As after `NonFiniteLogits`, the requests of this call are forgotten.
+            ValueError: a malformed job; nothing was changed.
+        """
+        self._check(jobs)
+        started = time.time()
+        request_ids = [job.context.request_id for job in jobs]
+        slots = self._take(request_ids)
+        try:
+            drafts = [self._begin(job, slot) for job, slot in zip(jobs, slots, strict=True)]
+            self._read_contexts(drafts)
+            while pending := [draft for draft in drafts if draft.pending]:
+                self._advance(pending)
+        except BaseException:
+            for request_id in request_ids:
+                self.release(request_id)
+            raise
+        span = Span(started, time.time())
+        return [(draft.block(span), draft.probs(self._keep)) for draft in drafts]
+
+    def _check(self, jobs: Sequence[DraftJob]) -> None:
+        """Refuse a call before anything is changed."""
+        if self._context is None:
+            raise LlamaCppError("this draft is closed: load it again")
+        unknown = [job.context.request_id for job in jobs if not self._knows(job.context)]
+        if unknown:
+            raise UnknownPrefix(unknown)
+        if len({job.context.request_id for job in jobs}) < len(jobs):
+            raise ValueError("two jobs of one call belong to the same request")
+        if len(jobs) > self.slots:
+            raise ContextOverflow(f"{len(jobs)} requests in one call; the draft holds {self.slots}: raise slots")
+        for job in jobs:
+            context, name = job.context, job.context.request_id
+            if job.budget < 0 or job.max_sequences < 1 or context.length < 1:
+                raise ValueError(
+                    f"request {name}: budget={job.budget} must be at least 0, max_sequences={job.max_sequences} and "
+                    f"the length of the context, {context.length}, at least 1"
+                )
+            if context.length + job.budget > self.max_context:
+                raise ContextOverflow(
+                    f"request {name}: {context.length} tokens and a budget of {job.budget} do not fit the draft's "
+                    f"context of {self.max_context}"
+                )
+            if context.ids and not 0 <= min(context.ids) <= max(context.ids) < self.vocab_size:
+                wrong = next(token for token in context.ids if not 0 <= token < self.vocab_size)
+                raise ValueError(
+                    f"request {name}: token id {wrong} is not in the draft's vocabulary of {self.vocab_size}"
+                )
+
+    def _knows(self, context: Context) -> bool:
+        slot = self._held.get(context.request_id)
+        log = slot.log if slot else IdLog()
+        return context.agreed <= len(log) and log.digest(context.agreed) == context.digest
+
+    # --- requests and their sequences
+
+    def _take(self, request_ids: Sequence[str]) -> list[_Slot]:
+        """The slots of these requests, which become the most recently used; others make room for new ones."""
+        for request_id in request_ids:
+            if request_id in self._held:
+                self._held[request_id] = self._held.pop(request_id)
+        for request_id in request_ids:
+            if request_id not in self._held:
+                if not self._free:
+                    self.release(next(iter(self._held)))
+                self._held[request_id] = _Slot(self._free.pop())
+        return [self._held[request_id] for request_id in request_ids]
+
+    def _begin(self, job: DraftJob, slot: _Slot) -> _Draft:
+        """Keep the sequence that shares most with the job's context, cropped to what it shares."""
+        known, agreed = len(slot.log), job.context.agreed
+        dropped, new = slot.log.ids[agreed:], list(job.context.ids)
+        held = agreed + common_prefix(dropped, new)
+        kept = slot.sequences[0]
+        if held == known:
+            following = new[known - agreed :]
+            kept = max(slot.sequences, key=lambda sequence: common_prefix(sequence.tail, following))
+            held += common_prefix(kept.tail, following)
+        slot.log.receive(job.context)
+        if job.budget > 0:  # logits come from decoding: read the last token again if it is held
+            held = min(held, len(slot.log) - 1)
+        for sequence in slot.sequences:
+            self._crop(sequence, held if sequence is kept else 0)
+        kept.tail.clear()
+        slot.sequences = [kept]
+        return _Draft(job, slot, held)
+
+    def _fork(self, slot: _Slot) -> _Sequence:
+        """One more sequence that continues the request's context."""
+        used = {sequence.seq_id for sequence in slot.sequences}
+        fork = _Sequence(next(seq_id for seq_id in slot.seq_ids if seq_id not in used))
+        ll.llama_memory_seq_cp(self._memory, slot.sequences[0].seq_id, fork.seq_id, -1, len(slot.log))
+        slot.sequences.append(fork)
+        return fork
+
+    def _crop(self, sequence: _Sequence, length: int) -> None:
+        if not ll.llama_memory_seq_rm(self._memory, sequence.seq_id, length, -1):
+            raise LlamaCppError(f"the draft's cache cannot be cropped to {length} tokens: use another draft model")
+
+    # --- decoding
+
+    def _read_contexts(self, drafts: Sequence[_Draft]) -> None:
+        """Decode the ids that are missing from the KV cache; a job starts to write as soon as its own are in."""
+        started = time.perf_counter()
+        missing = [
+            (draft, _BatchRow(token, position, draft.trunk.seq_id, position == draft.length - 1))
+            for draft in drafts
+            for position, token in enumerate(draft.slot.log.ids[draft.held :], draft.held)
+        ]
+        for start in range(0, len(missing), self._batch_size):
+            chunk = missing[start : start + self._batch_size]
+            self._decode([row for _, row in chunk])
+            for i, (draft, row) in enumerate(chunk):
+                if row.wanted:
+                    draft.prompt_seconds = time.perf_counter() - started
+                    if draft.job.budget > 0:
+                        draft.start(self._write(draft, self._logits(i)))
+
+    def _advance(self, drafts: Sequence[_Draft]) -> None:
+        """One decode: every live sequence of every job goes one token further."""
+        started = time.perf_counter()
+        width = [len(draft.pending) for draft in drafts]
+        rows = [draft.batch_row(branch) for draft in drafts for branch in draft.pending]
+        self._decode(rows)
+        logits = iter([self._logits(i) for i in range(len(rows))])
+        for draft in drafts:
+            for branch in draft.pending:
+                branch.sequence.tail.append(branch.ids[-1])
+            draft.resume([next(logits) for _ in draft.pending])
+        seconds = time.perf_counter() - started
+        for draft, w in zip(drafts, width, strict=True):
+            draft.token_seconds.append((w, seconds))
+
+    def _decode(self, rows: Sequence[_BatchRow]) -> None:
+        batch = self._batch
+        for i, (token, position, seq_id, wanted) in enumerate(rows):
+            batch.token[i] = token
+            batch.pos[i] = position
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = seq_id
+            batch.logits[i] = wanted
+        batch.n_tokens = len(rows)
+        code = ll.llama_decode(self._context, batch)
+        if code != 0:
+            raise LlamaCppError(f"llama_decode of {len(rows)} tokens failed with code {code} ({_log.quote()})")
+
+    def _logits(self, index: int) -> Logits:
+        """Logits `[V]` of one row of the last decode, in llama.cpp's own memory: valid until the next decode."""
+        return np.ctypeslib.as_array(ll.llama_get_logits_ith(self._context, index), (self.vocab_size,))
+
+    # --- writing: what one job does between decodes
+
+    def _write(self, draft: _Draft, logits: Logits) -> Writer:
+        """Draft one job's block. Yields the branches to decode, is sent their logits."""
+        if draft.job.bets:
+            yield from self._open(draft, logits)
+        else:
+            lead = _Branch(draft.trunk, [], draft.job.budget, 1.0)
+            draft.branches.append(lead)
+            self._extend(draft, lead, logits)
+        while live := [branch for branch in draft.branches if not self._ended(branch)]:
+            for branch, row in zip(live, (yield live), strict=True):
+                self._extend(draft, branch, row)
+
+    def _open(self, draft: _Draft, logits: Logits) -> Writer:
+        """Pick the heads and share the budget among them."""
+        job = draft.job
+        best = _Branch(draft.trunk, [], job.budget, 0.0)
+        most = min(job.max_sequences, self.max_sequences, job.budget)
+        heads = self._heads(draft, best, logits, most)
+        if not heads:
+            return
+        head, best.chance = heads[0]
+        best.ids.append(head)
+        draft.branches.append(best)
+        if job.budget == 1:
+            return
+        [row] = yield [best]
+        _, second = self._choices(draft, best, row, 1)
+        chances = [chance for _, chance in heads]
+        opened = open_heads(chances, float(second[0]), most)
+        best.length, *others = split(job.budget, chances[:opened], job.acceptance)
+        for (head, chance), length in zip(heads[1:opened], others, strict=True):
+            draft.branches.append(_Branch(self._fork(draft.slot), [head], length, chance))
+        if best.length > 1:
+            self._extend(draft, best, row)
+
+    def _heads(self, draft: _Draft, branch: _Branch, logits: Logits, count: int) -> list[tuple[int, float]]:
+        """The `count` most probable heads and their chances, best first, without those that end the text."""
+        ids, probs = self._choices(draft, branch, logits, count + len(self._ends))
+        heads = [(int(i), float(p)) for i, p in zip(ids, probs, strict=True) if p > 0 and int(i) not in self._ends]
+        return heads[:count]
+
+    def _ended(self, branch: _Branch) -> bool:
+        return len(branch.ids) >= branch.length or branch.ids[-1] in self._ends
+
+    def _extend(self, draft: _Draft, branch: _Branch, logits: Logits) -> None:
+        """Append the token that follows a branch: the most probable one, or a draw from the very row that is shipped."""
+        params = draft.job.sampling
+        if params.greedy:
+            logits = self._penalised(draft, branch, logits)
+            branch.ids.append(int(logits.argmax()))
+            return
+        ids, q = row = self._choices(draft, branch, logits, self._keep)
+        u = uniform(params.seed, draft.length + len(branch.ids), Purpose.DRAFT)
+        branch.ids.append(int(ids[draw(q, u)]))
+        branch.rows.append(row)
+
+    def _choices(self, draft: _Draft, branch: _Branch, logits: Logits, count: int) -> Row:
+        """The most probable next tokens of a branch, best first: `count` of them at temperature 1 when greedy, else q."""
+        params = draft.job.sampling
+        logits = self._penalised(draft, branch, logits)
+        if params.greedy:
+            top = most_probable(logits, count)
+            weights = np.exp(logits - logits[top[0]])
+            return top.astype(np.int32), weights[top] / weights.sum()
+        top = most_probable(logits, self._keep)
+        q = distribution(logits[top], params).astype(np.float32)
+        return np.where(q > 0, top, 0).astype(np.int32), q
+
+    def _penalised(self, draft: _Draft, branch: _Branch, logits: Logits) -> NDArray[np.floating]:
+        params = draft.job.sampling
+        ids = (*draft.slot.log.ids, *branch.ids) if params.penalised else ()
+        logits = penalise(logits, ids, draft.job.context.prompt_length, params)
+        check_finite(logits)
+        return logits
+
+
+# --- state of a request, a job, a sequence
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A llama.cpp sequence of a request: its KV cells hold the request's ids, then `tail`."""
+
+    seq_id: int
+    tail: list[int] = field(default_factory=list)
+
+
+class _Slot:
+    """What is held for one request between calls."""
+
+    __slots__ = ("log", "seq_ids", "sequences")
+
+    def __init__(self, seq_ids: range) -> None:
+        self.seq_ids = seq_ids
+        self.log = IdLog()
+        self.sequences = [_Sequence(seq_ids[0])]
+
+
+@dataclass(slots=True)
+class _Branch:
+    """A sequence being drafted: `ids` (head included) on their way to `length`, and q of the sampled ones."""
+
+    sequence: _Sequence
+    ids: list[int]
+    length: int
+    chance: float
+    rows: list[Row] = field(default_factory=list)
+
+
+Writer = Generator[list[_Branch], list[Logits], None]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """One job on its way to a block."""
+
+    job: DraftJob
+    slot: _Slot
+    held: int
+    """How many ids of the context were in the KV cache when the job came."""
+    branches: list[_Branch] = field(default_factory=list)
+    pending: list[_Branch] = field(default_factory=list)
+    """The branches whose last id the next decode takes."""
+    writer: Writer = field(init=False)
+    token_seconds: list[tuple[int, float]] = field(default_factory=list)
+    prompt_seconds: float = 0.0
+
+    @property
+    def trunk(self) -> _Sequence:
+        return self.slot.sequences[0]
+
+    @property
+    def length(self) -> int:
+        return len(self.slot.log)
+
+    def batch_row(self, branch: _Branch) -> _BatchRow:
+        return _BatchRow(branch.ids[-1], self.length + len(branch.ids) - 1, branch.sequence.seq_id, True)
+
+    def start(self, writer: Writer) -> None:
+        self.writer = writer
+        self.pending = next(writer, [])
+
+    def resume(self, logits: list[Logits]) -> None:
+        try:
+            self.pending = self.writer.send(logits)
+        except StopIteration:
+            self.pending = []
+
+    def block(self, span: Span) -> DraftBlock:
+        job = self.job
+        sequences = tuple(
+            DraftSequence(Outcome(job.assumed, branch.ids[0]), tuple(branch.ids[1:]), branch.chance)
+            if job.bets
+            else DraftSequence(None, tuple(branch.ids), branch.chance)
+            for branch in self.branches
+        )
+        return DraftBlock(
+            job.context.request_id,
+            self.length,
+            sequences,
+            span,
+            tuple(self.token_seconds),
+            self.length - self.held,
+            self.prompt_seconds,
+        )
+
+    def probs(self, keep: int) -> DraftProbs | None:
+        if self.job.sampling.greedy:
+            return None
+        ids = tuple(np.array([i for i, _ in b.rows], np.int32).reshape(-1, keep) for b in self.branches)
+        probs = tuple(np.array([q for _, q in b.rows], np.float32).reshape(-1, keep) for b in self.branches)
+        return DraftProbs(ids, probs)
+
+
+class _BatchRow(NamedTuple):
+    """One token of a decode."""
+
+    token: int
+    position: int
+    seq_id: int
+    wanted: bool
+    """Whether its logits are read."""
+
+
+# --- files
+
+
+def quantize(source: Path, target: Path, type_name: str, threads: int) -> None:
+    """Write `source` with weights of another type by llama.cpp's quantiser, from any type (requantising included).
+
+    Tensors whose rows do not fit the type's blocks get the nearest type that fits, as llama.cpp chooses it.
+
+    Args:
+        type_name: llama.cpp's name of the type: Q2_K, Q4_0, Q4_K_M, Q8_0, F16, ...
+
+    Raises:
+        LlamaCppError: unknown type, unreadable source, existing target, or llama.cpp refused.
+    """
+    if type_name not in _FILE_TYPES:
+        raise LlamaCppError(f"unknown weight type {type_name!r}: choose one of {', '.join(_FILE_TYPES)}")
+    _check_file(source)
+    if target.exists():
+        raise LlamaCppError(f"{target} exists: delete it or choose another name")
+    _start_library()
+    _log.clear()
+    params = ll.llama_model_quantize_default_params()
+    params.ftype = _FILE_TYPES[type_name]
+    params.allow_requantize = True
+    params.nthread = threads
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        if ll.llama_model_quantize(os.fsencode(source), os.fsencode(unfinished), ctypes.byref(params)) != 0:
+            raise LlamaCppError(f"cannot write {source} as {type_name}: {_log.quote()}")
+        unfinished.rename(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise LlamaCppError(f"{path} is not a file: give the path of a .gguf file")
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise LlamaCppError(f"{path} is not a GGUF file: its first four bytes differ")
+
+
+def _load_model(path: Path) -> Any:
+    _check_file(path)
+    no_devices = (ctypes.c_void_p * 1)()
+    params = ll.llama_model_default_params()
+    params.devices = ctypes.cast(no_devices, ctypes.c_void_p)  # the draft takes no GPU memory, whatever the build
+    params.n_gpu_layers = 0
+    # AMX kernels crash on processors that have them (llama.cpp issue 20824).
+    params.use_extra_bufts = False
+    model = ll.llama_model_load_from_file(os.fsencode(path), params)
+    if not model:
+        raise LlamaCppError(f"cannot load {path}: {_log.quote()}")
+    return model
+
+
+def _check_model(model: Any, path: Path) -> None:
+    """A draft must generate from left to right, and its cache must forget rejected tokens."""
+    refused = (
+        (
+            ll.llama_model_is_recurrent(model) or ll.llama_model_is_hybrid(model),
+            "recurrent: its state cannot be cropped",
+        ),
+        (ll.llama_model_has_encoder(model), "an encoder-decoder"),
+        (not ll.llama_model_has_decoder(model), "an encoder"),
+        (ll.llama_model_is_diffusion(model), "a diffusion model"),
+    )
+    for wrong, kind in refused:
+        if wrong:
+            raise LlamaCppError(
+                f"{path} ({_architecture(model)}) cannot draft, it is {kind}: use a decoder-only transformer"
+            )
+
+
+def _architecture(model: Any) -> str:
+    buffer = ctypes.create_string_buffer(128)
+    ll.llama_model_meta_val_str(model, b"general.architecture", buffer, len(buffer))
+    return buffer.value.decode(errors="replace")
+
+
+class _Log:
+    """What is kept of llama.cpp's messages: the last errors, and the sizes of the buffers it allocated."""
+
+    _info, _error, _continued = 2, 4, 5  # ggml.h, enum ggml_log_level
+
+    def __init__(self) -> None:
+        self._errors: deque[str] = deque(maxlen=6)
+        self._level = self._info
+        self.buffer_bytes = 0
+
+    def clear(self) -> None:
+        self._errors.clear()
+        self.buffer_bytes = 0
+
+    def add(self, level: int, text: str) -> None:
+        if level != self._continued:
+            self._level = level
+        if self._level == self._error:
+            self._errors.append(text.strip())
+        elif size := re.search(r"buffer size = *([\d.]+) MiB", text):
+            self.buffer_bytes += int(float(size[1]) * 2**20)
+
+    def quote(self) -> str:
+        return "; ".join(self._errors) or "llama.cpp gave no reason"
+
+
+_log = _Log()
+
+
+@ll.llama_log_callback  # type: ignore[untyped-decorator]
+def _on_log(level: int, text: bytes, _: object) -> None:
+    _log.add(level, text.decode(errors="replace"))
+
+
+@cache
+def _start_library() -> None:
+    ll.llama_log_set(_on_log, ctypes.c_void_p(0))
+    ll.llama_backend_init()

@@ -1,0 +1,312 @@
+"""Many requests in one preallocated KV buffer, for unmodified Hugging Face causal LMs.
+
+Each request owns one slot (a row of the buffer) and uses as many of its columns as it has tokens. The mask alone says
+which columns count, so cropping a request is forgetting a number, exact at any depth, sliding windows included. One
+padded forward runs different numbers of tokens for any number of slots.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+FOLDED_SDPA = "duo_ray_folded_sdpa"
+
+_KEY_BUCKET = 64  # columns read back are a multiple of this: aligned masks, few distinct shapes
+_MAX_GRAPHS = 64
+_MAX_GRAPH_WIDTH = 64  # wider passes are bound by arithmetic, not by kernel launches
+
+Windows = dict[str, int | None]
+"""Sliding window per layer type; the type "" stands for a model whose layers are all alike."""
+
+
+class Segment(NamedTuple):
+    """Run `ids` at positions `start`, `start + 1`, ... of a slot and return the logits of the last `keep` of them."""
+
+    slot: int
+    start: int
+    ids: Sequence[int]
+    keep: int
+
+
+class PassShape(NamedTuple):
+    """Everything that fixes the tensor shapes of a forward: passes of equal shape can share a captured graph."""
+
+    first: int | None
+    """Slot of the first row when the rows are consecutive slots (read as a view), None when they must be gathered."""
+    rows: int
+    width: int
+    keep: int
+    keys: int
+    """Columns read back from the buffer."""
+
+
+class PassInputs(NamedTuple):
+    """Views into one flat int64 tensor, so that a whole pass reaches the device in a single copy."""
+
+    ids: Tensor  # [rows, width]
+    positions: Tensor  # [rows, width]; padding repeats the row's last real position, always a legal one
+    columns: Tensor  # [rows, width]; where each token's K and V are written, the trash column for padding
+    keep: Tensor  # [rows, keep]; offsets into the width whose logits are wanted
+    slots: Tensor  # [rows, 1]
+
+    @classmethod
+    def of(cls, flat: Tensor, shape: PassShape) -> PassInputs:
+        rows, width = shape.rows, shape.width
+        ids, positions, columns, keep, slots = torch.split(flat, [rows * width] * 3 + [rows * shape.keep, rows])
+        return cls(
+            ids.view(rows, width),
+            positions.view(rows, width),
+            columns.view(rows, width),
+            keep.view(rows, shape.keep),
+            slots.view(rows, 1),
+        )
+
+
+class SlotCache(Cache):
+    """The KV buffer: per layer `[slots, heads, columns, head_dim]` for keys and for values, on that layer's device."""
+
+    def __init__(self, layers: int, slots: int, columns: int) -> None:
+        self.slots, self.columns = slots, columns
+        self._slot_layers = [_SlotLayer(self) for _ in range(layers)]
+        super().__init__(layers=[*self._slot_layers])
+
+    def plan(self, inputs: PassInputs, shape: PassShape) -> None:
+        """Say what the next forward writes and reads."""
+        self._inputs, self._shape = inputs, shape
+        self._moved: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def destination(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Slots `[rows, 1]` and columns `[rows, width]` to write to, on the device of the layer that asks."""
+        if device not in self._moved:
+            self._moved[device] = self._inputs.slots.to(device), self._inputs.columns.to(device)
+        return self._moved[device]
+
+    def read(self, buffer: Tensor) -> Tensor:
+        """The rows of this pass, `[rows, heads, keys, head_dim]`: a view for consecutive slots, else a copy."""
+        first, rows, keys = self._shape.first, self._shape.rows, self._shape.keys
+        if first is not None:
+            return buffer[first : first + rows, :, :keys]
+        return buffer[self.destination(buffer.device)[0][:, 0], :, :keys]
+
+    def clear(self, slot: int) -> None:
+        """Zero a slot: NaN left behind by a broken pass would poison later ones even where it is masked."""
+        for buffer in self._buffers():
+            buffer[slot].zero_()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers())
+
+    def _buffers(self) -> Iterator[Tensor]:
+        return chain.from_iterable(layer.buffers for layer in self._slot_layers)
+
+
+class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    is_sliding = False  # sliding layers keep every column too; the window is in the mask
+    is_croppable = True
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cache = cache
+        self.buffers: tuple[Tensor, ...] = ()
+        """Keys and values, once the first pass has shown their shapes."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.buffers = self._zeros(key_states), self._zeros(value_states)
+        self.is_initialized = True
+
+    def _zeros(self, states: Tensor) -> Tensor:
+        # Zeros, not garbage: a masked key has weight 0, and 0 * NaN is NaN.
+        shape = torch.Size((self.cache.slots, states.shape[1], self.cache.columns, states.shape[3]))
+        if states.device.type != "cpu":
+            return states.new_zeros(shape)
+        # Pages of an anonymous mapping are zero and cost memory only once they are written.
+        pages = mmap.mmap(-1, shape.numel() * states.element_size())
+        return torch.frombuffer(pages, dtype=states.dtype).view(shape)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.buffers:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self.buffers
+        slots, columns = self.cache.destination(keys.device)
+        keys[slots, :, columns] = key_states.transpose(1, 2)  # [rows, width, heads, head_dim]
+        values[slots, :, columns] = value_states.transpose(1, 2)
+        return self.cache.read(keys), self.cache.read(values)
+
+    # Asked for only by a model that builds its own mask or positions, and that cannot work: rows differ in length.
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        raise NotImplementedError("the model ignores the 4-D attention mask it was given")
+
+    def get_seq_length(self) -> int:
+        raise NotImplementedError("the model ignores the position ids it was given")
+
+    def get_max_length(self) -> int:
+        return self.cache.columns
+
+
+def layer_windows(config: PretrainedConfig) -> Windows:
+    """Which masks a model wants: one per layer type when its layers differ, else a single one."""
+    window: int | None = getattr(config, "sliding_window", None)
+    types: Sequence[str] | None = getattr(config, "layer_types", None)
+    if not types:
+        return {"": window}
+    return {kind: window if kind == "sliding_attention" else None for kind in types}
+
+
+def attention_masks(positions: Tensor, keys: int, windows: Windows, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """Additive masks `[rows, 1, width, keys]` for queries at `positions` `[rows, width]`.
+
+    A query sees the keys up to its own position and, in a layer with a sliding window, only the last `window` of them.
+    Additive, because eager attention takes a boolean mask for numbers; finite, because a row of -inf is NaN.
+    """
+    key, query = torch.arange(keys, device=positions.device), positions[:, None, :, None]
+    masks = {}
+    for kind, window in windows.items():
+        seen = key <= query
+        if window is not None:
+            seen &= key > query - window
+        masks[kind] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
+            ~seen, torch.finfo(dtype).min
+        )
+    return masks.get("", masks)
+
+
+def folded_sdpa(  # noqa: PLR0917 - the signature is transformers' attention interface
+    module: nn.Module,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    dropout: float = 0.0,  # noqa: ARG001
+    scaling: float | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """Scaled dot-product attention without a copy of K and V for grouped query heads.
+
+    The g query heads that share a KV head become g times as many queries: `[B, h, n, d]` -> `[B, h/g, g*n, d]`. With an
+    explicit mask, transformers' own sdpa repeats K and V g times instead.
+    """
+    for name in ("softcap", "position_bias", "s_aux"):
+        if extra.get(name) is not None:
+            raise NotImplementedError(f"sdpa has no {name}: load the model with attn_implementation='eager'")
+    batch, heads, width, dim = query.shape
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    mask = attention_mask if group == 1 or width == 1 else attention_mask.repeat(1, 1, group, 1)
+    out = nn.functional.scaled_dot_product_attention(
+        query.reshape(batch, kv_heads, group * width, dim), key, value, attn_mask=mask, scale=scaling
+    )
+    return out.reshape(batch, heads, width, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(FOLDED_SDPA, folded_sdpa)
+
+
+class SlotRunner:
+    """Forward passes of one model over the slots of one cache. It remembers no lengths: a segment says where it starts.
+
+    With `graphs`, passes are captured in CUDA graphs, one per `PassShape`, and replayed: a decoding step is a thousand
+    tiny kernels whose launches would otherwise cost more than their work. Shapes are then rounded up to powers of two.
+    """
+
+    def __init__(self, model: Any, *, slots: int, max_context: int, graphs: bool = False) -> None:
+        self._model, self._graphs_wanted = model, graphs
+        self._device: torch.device = model.get_input_embeddings().weight.device
+        config = model.config.get_text_config(decoder=True)
+        self._windows = layer_windows(config)
+        columns = -(-(max_context + 1) // _KEY_BUCKET) * _KEY_BUCKET
+        self._trash = columns - 1  # never a real token's: there is at least one column more than any request can use
+        self.cache = SlotCache(config.num_hidden_layers, slots, columns)
+        self._graphs: OrderedDict[PassShape, _Graph] = OrderedDict()
+        self._pool: Any = None  # memory shared by all graphs: only the latest replay's logits are ever read
+
+    def forward(self, segments: Sequence[Segment]) -> Tensor:
+        """Logits `[len(segments), k, V]`, k = max keep (rounded up with graphs); segment i's are `[i, :keep]`.
+
+        They are valid until the next forward. Segments must be sorted by slot, one per slot.
+        """
+        flat, shape = self.prepare(segments)
+        if self._graphs_wanted and shape.width <= _MAX_GRAPH_WIDTH:
+            return self._replay(flat, shape)
+        return self._run(flat.to(self._device), shape)
+
+    def prepare(self, segments: Sequence[Segment]) -> tuple[Tensor, PassShape]:
+        """Lay the segments out as one flat int64 tensor (see `PassInputs`) and the shape that goes with it."""
+        slots = [s.slot for s in segments]
+        width, keep = max(len(s.ids) for s in segments), max(1, *(s.keep for s in segments))
+        keys = max(s.start + len(s.ids) for s in segments)
+        if self._graphs_wanted:
+            width, keep, keys = _power_of_two(width), _power_of_two(keep), _power_of_two(keys)
+        keys = min(-(-keys // _KEY_BUCKET) * _KEY_BUCKET, self.cache.columns)
+        consecutive = slots == list(range(slots[0], slots[0] + len(slots)))
+        ids, positions, columns, kept = [], [], [], []
+        for _, start, tokens, wanted in segments:
+            count = len(tokens)
+            padding = width - count
+            places = range(start, start + count)
+            ids += [*tokens, *[0] * padding]
+            positions += [*places, *[start + count - 1] * padding]
+            columns += [*places, *[self._trash] * padding]
+            kept += [*range(count - wanted, count), *[count - 1] * (keep - wanted)]
+        shape = PassShape(slots[0] if consecutive else None, len(slots), width, keep, keys)
+        return torch.tensor([*ids, *positions, *columns, *kept, *slots]), shape
+
+    def _run(self, flat: Tensor, shape: PassShape) -> Tensor:
+        inputs = PassInputs.of(flat, shape)
+        self.cache.plan(inputs, shape)
+        logits: Tensor = self._model(
+            input_ids=inputs.ids,
+            position_ids=inputs.positions,
+            attention_mask=attention_masks(inputs.positions, shape.keys, self._windows, self._model.dtype),
+            cache=self.cache,
+            use_cache=True,
+            logits_to_keep=inputs.keep,
+        ).logits
+        return logits
+
+    def _replay(self, flat: Tensor, shape: PassShape) -> Tensor:
+        graph = self._graphs.get(shape)
+        if graph is None:
+            if len(self._graphs) == _MAX_GRAPHS:
+                self._graphs.popitem(last=False)
+            graph = self._graphs[shape] = self._capture(flat, shape)
+        self._graphs.move_to_end(shape)
+        graph.inputs.copy_(flat)
+        graph.graph.replay()
+        return graph.logits
+
+    def _capture(self, flat: Tensor, shape: PassShape) -> _Graph:
+        inputs = flat.to(self._device)
+        # As torch's notes on CUDA graphs ask: run first on a side stream, so that lazy initialisation is not captured.
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._run(inputs, shape)
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
+            logits = self._run(inputs, shape)
+        self._pool = graph.pool()
+        return _Graph(graph, inputs, logits)
+
+
+class _Graph(NamedTuple):
+    """A captured pass with the memory it reads its inputs from and writes its logits to."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    logits: Tensor
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

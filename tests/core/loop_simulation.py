@@ -1,0 +1,161 @@
+"""The loop of one request, simulated: lead, verification beside drafting, bets, and what a clock would show.
+
+Independent of `core.gamma`: the formula here is a scalar one, and the simulated loop checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from duo_ray.core.gamma import Costs, GammaController, Plan
+
+PLAIN = Plan(0, 0, False, "plain")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """True costs (seconds) and chances."""
+
+    ratio: float = 7.0
+    """T_target(1) / T_draft(1)."""
+    token: float = 0.8
+    head: float | None = None
+    """Chance that a bet wins; None: that of a token."""
+    target: Callable[[float], float] = lambda n: 1.0 + 0.015 * (n - 1)
+    """T_target(n)."""
+    width_cost: float = 0.3
+    """What one more sequence adds to a draft decode, as a share of a single one."""
+    overhead: float = 0.0
+    noise: float = 0.0
+    """Standard deviation of measured log-seconds."""
+    pauses: float = 0.0
+    """Chance that a measurement is 20 times too long: the process was paused."""
+    share: float = 1.0
+    """How much of gamma the best sequence gets, its head included."""
+    by_position: Callable[[int], float] | None = None
+    """Chance of the i-th token of a lead or tail, in place of `token`."""
+
+    @property
+    def bet(self) -> float:
+        return self.token if self.head is None else self.head
+
+    def survival(self, count: int) -> list[float]:
+        """Chances that the first 0, 1, ... count tokens are all accepted; their sum is 1 + A(count)."""
+        out = [1.0]
+        for i in range(count):
+            out.append(out[-1] * self.chance(i))
+        return out
+
+    def chance(self, position: int) -> float:
+        return self.token if self.by_position is None else self.by_position(position)
+
+    def draft(self, width: float) -> float:
+        """Seconds of one draft decode."""
+        return self.target(1) / self.ratio * (1.0 + self.width_cost * (width - 1.0))
+
+    def tail(self, gamma: int) -> int:
+        return max(0, int(self.share * gamma + 1e-9) - 1)
+
+    def block_seconds(self, gamma: int) -> float:
+        if gamma == 0:
+            return 0.0
+        decodes = self.tail(gamma) + 1
+        return decodes * self.draft(gamma / decodes)
+
+
+def rate(world: World, plan: Plan) -> float:
+    """Committed tokens per second of a plan kept up for ever: the stationary chain over EMPTY and HAND."""
+    gamma = plan.gamma if plan.overlap else 0
+    lead, tail = world.survival(plan.lead), world.survival(world.tail(gamma))
+    drafting = world.block_seconds(gamma)
+    bet = world.bet if gamma else 0.0
+    empty_seconds = plan.lead * world.draft(1) + max(world.target(len(lead)), drafting) + world.overhead
+    hand_seconds = max(world.target(len(tail)), drafting) + world.overhead
+    into, stay = lead[-1] * bet, tail[-1] * bet
+    # Time spent in each state: leaving EMPTY balances leaving HAND.
+    empty, hand = (0.0, 1.0) if stay == 1.0 else (1.0 - stay, into)
+    return (empty * sum(lead) + hand * sum(tail)) / (empty * empty_seconds + hand * hand_seconds)
+
+
+def plain_rate(world: World) -> float:
+    return rate(world, PLAIN)
+
+
+def best_plan(world: World, largest: int = 32) -> Plan:
+    """The fixed choice that earns most, plain decoding included."""
+    plans = [Plan(lead, gamma, gamma > 0, "") for lead in range(largest + 1) for gamma in range(largest + 1)]
+    return max(plans, key=lambda plan: rate(world, plan))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    plan: Plan
+    committed: float
+    """Expected, given how many tokens were proposed: what the plans earn without the luck of the draw."""
+    seconds: float
+    proposed: int
+    accepted: int
+    bet_won: bool | None
+    tokens: int
+    """New tokens of the target's pass."""
+
+
+class Loop:
+    """One request. `world` may be replaced between steps: a sudden change."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world = world
+        self._random = np.random.default_rng(seed)
+        self._hand: int | None = None
+
+    def step(self, plan: Plan) -> Step:
+        world = self.world
+        lead = plan.lead if self._hand is None else 0
+        proposed = lead if self._hand is None else self._hand
+        gamma = plan.gamma if plan.overlap else 0
+        accepted = 0
+        while accepted < proposed and self._random.random() < world.chance(accepted):
+            accepted += 1
+        bet_won = bool(self._random.random() < world.bet) if gamma and accepted == proposed else None
+        self._hand = world.tail(gamma) if bet_won else None
+        seconds = max(world.target(proposed + 1), world.block_seconds(gamma)) + lead * world.draft(1) + world.overhead
+        committed = sum(world.survival(proposed))
+        return Step(plan, committed, seconds, proposed, accepted, bet_won, proposed + 1)
+
+    def _measured(self, seconds: float) -> float:
+        pause = 20.0 if self._random.random() < self.world.pauses else 1.0
+        return float(seconds * pause * np.exp(self.world.noise * self._random.standard_normal()))
+
+    def show(self, step: Step, costs: Costs) -> None:
+        """What the clocks showed in a step."""
+        world, gamma = self.world, step.plan.gamma
+        costs.observe_target(step.tokens, self._measured(world.target(step.tokens)))
+        if step.plan.lead and step.proposed:
+            costs.observe_draft(1, self._measured(world.draft(1)))
+        if gamma:
+            decodes = world.tail(gamma) + 1
+            for _ in range(decodes):
+                costs.observe_draft(round(gamma / decodes), self._measured(world.draft(round(gamma / decodes))))
+        costs.observe_overhead(self._measured(world.overhead) if world.overhead else 0.0)
+
+    def run(self, controller: GammaController, costs: Costs, steps: int) -> Iterator[Step]:
+        for _ in range(steps):
+            step = self.step(controller.plan())
+            self.show(step, costs)
+            tail = self.world.tail(step.plan.gamma) if step.plan.gamma else None
+            controller.observe(
+                proposed=step.proposed,
+                accepted=step.accepted,
+                bet_won=step.bet_won,
+                gamma=step.plan.gamma,
+                best_tail=tail,
+            )
+            yield step
+
+
+def earned(steps: list[Step]) -> float:
+    """Committed tokens per second."""
+    return sum(step.committed for step in steps) / sum(step.seconds for step in steps)
