@@ -37,6 +37,10 @@ class UnknownPrefix(DuoRayError):
         return type(self), (self.request_ids,)
 
 
+class InvalidRequest(DuoRayError, ValueError):
+    """A request's parameter is out of range; the text names it and what is allowed."""
+
+
 class ContextOverflow(DuoRayError):
     """More tokens than a model's context holds."""
 
@@ -91,7 +95,7 @@ class SamplingParams:
         )
         for name, fine, allowed in checks:
             if not fine:
-                raise ValueError(f"{name}={getattr(self, name)!r} is out of range: {allowed}")
+                raise InvalidRequest(f"{name}={getattr(self, name)!r} is out of range: {allowed}")
 
     @property
     def greedy(self) -> bool:
@@ -341,11 +345,11 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.prompt:
-            raise ValueError("prompt is empty: give at least one token")
+            raise InvalidRequest("prompt is empty: give at least one token")
         if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+            raise InvalidRequest(f"max_tokens={self.max_tokens} must be at least 1")
         if any(not s for s in self.stop):
-            raise ValueError("stop: an empty string would stop at once")
+            raise InvalidRequest("stop: an empty string would stop at once")
 
 
 class Origin(StrEnum):

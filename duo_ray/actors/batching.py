@@ -20,8 +20,8 @@ class Batcher(Generic[Job, Result]):
         isolate: Callable[[Exception], bool],
         limit: int,
     ) -> None:
-        """`run` takes at most `limit` jobs. When `isolate(error)`, the jobs of a failed batch are run again one by one, so
-        that one request's fault stays its own.
+        """`run` takes at most `limit` jobs. When `isolate(error)`, the jobs of a failed batch are run again one by one,
+        so that one request's fault stays its own.
         """
         self._run = run
         self._isolate = isolate

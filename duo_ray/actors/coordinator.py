@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from ray.actor import ActorHandle
 
@@ -57,6 +57,9 @@ class PipelineInfo:
     target_restarts: int
     draft_restarts: int
     calibration: dict[str, object]
+    """Costs that reproducible requests rely on."""
+    measured: dict[str, object]
+    """Costs as they are now."""
 
 
 class Coordinator:
@@ -74,11 +77,7 @@ class Coordinator:
         self._target_info: TargetInfo = await self._target_handle.describe.remote()
         self._draft_infos: list[DraftInfo] = [await handle.describe.remote() for handle in self._draft_handles]
         for info in self._draft_infos:
-            if info.vocab_size < self._tokenizer.vocab_size:
-                raise DuoRayError(
-                    f"the draft knows {info.vocab_size} tokens, the target's tokenizer {self._tokenizer.vocab_size}: "
-                    "they do not share a vocabulary; choose a draft of the target's family or --no-draft"
-                )
+            self._check_vocabulary(info)
         self._target = TargetPeer(self._target_handle, limit=self._target_info.slots)
         self._drafts = [
             DraftPeer(f"draft-{i}", handle, limit=self._target_info.slots)
@@ -94,6 +93,16 @@ class Coordinator:
         self._calibrated = (self._costs if calibration is None else Costs.from_dict(calibration)).frozen()
         return self.describe()
 
+    def _check_vocabulary(self, draft: DraftInfo) -> None:
+        """Ids must mean the same on both sides; only padding behind them may differ."""
+        for token, text in draft.vocabulary_sample:
+            ours = self._tokenizer.text_of(token)
+            if ours != text:
+                raise DuoRayError(
+                    f"the draft's vocabulary is not the target's: id {token} is {text!r} to the draft and {ours!r} to "
+                    "the target; choose a draft of the target's family, or run without one (models.draft.model: none)"
+                )
+
     def describe(self) -> PipelineInfo:
         return PipelineInfo(
             coordinator_pid=os.getpid(),
@@ -102,6 +111,7 @@ class Coordinator:
             target_restarts=self._target.restarts,
             draft_restarts=sum(draft.restarts for draft in self._drafts),
             calibration=self._calibrated.as_dict(),
+            measured=self._costs.as_dict(),
         )
 
     async def generate(self, request: Request) -> AsyncIterator[Delta | Finished]:
@@ -133,14 +143,14 @@ class Coordinator:
         policy = self._settings.policy
         if request.draft_budget is not None:
             policy = replace(policy, draft_budget=request.draft_budget)
-        costs, acceptance = self._costs, self._acceptance.copy()
+        costs, acceptance = self._costs, self._acceptance
         if request.reproducible:
             # The schedule decides which tokens are heads; with live times the same seed would give another text.
             costs, acceptance = self._calibrated, Acceptance()
         return Decoding(
             request,
             eos_ids=self._tokenizer.eos_ids,
-            detokenizer=self._tokenizer.detokenizer(),
+            detokenizer=self._tokenizer.stream(),
             controller=GammaController(policy, costs, acceptance),
             stats=stats,
             max_context=self._target_info.max_context,
@@ -159,10 +169,6 @@ class Coordinator:
     def learn_draft(self, block: DraftBlock) -> None:
         for width, seconds in block.token_seconds:
             self._costs.observe_draft(width, seconds)
-
-    def learn_acceptance(self, acceptance: Acceptance) -> None:
-        """What the next request starts from."""
-        self._acceptance = acceptance.copy()
 
     def patience(self, request: Request) -> float | None:
         """Seconds to wait for a draft after the target answered: never longer than a plain pass would take."""
@@ -314,9 +320,7 @@ class _Run:
         reason = decoding.generation.finish_reason
         if reason is None:
             raise DuoRayError("the stream ended before the request did")
-        if not self._request.reproducible:
-            self._coordinator.learn_acceptance(decoding.controller.acceptance)
-        self._stats.load = hardware.sample_load().as_dict()
+        self._stats.load = asdict(hardware.sample_load(seconds=0.0))
         stats = self._stats.as_dict()
         return Finished(reason, self._stats.prompt_tokens, self._stats.completion_tokens, stats, tuple(self._trace))
 

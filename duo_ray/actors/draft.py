@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from duo_ray import hardware
 from duo_ray.types import DraftBlock, DraftJob, DraftProbs
 
+_SAMPLE = 512
+"""Tokens compared with the target's tokenizer: two vocabularies of different making differ almost everywhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
@@ -17,10 +20,13 @@ class DraftSettings:
     path: str
     threads: int
     cores: tuple[int, ...]
-    """Cores to run on; empty leaves the choice to the operating system (another node's cores are not ours to number)."""
+    """Cores to run on; empty leaves the choice to the operating system (another node's cores are not ours to number).
+    """
     max_context: int
     slots: int
     max_sequences: int
+    vocab_size: int
+    """Ids the target's tokenizer knows; the draft proposes no other."""
     warmup_steps: int
 
 
@@ -35,6 +41,8 @@ class DraftInfo:
     memory_bytes: int
     timings: tuple[tuple[int, float], ...]
     """(sequences advanced together, seconds) of the warm-up decodes."""
+    vocabulary_sample: tuple[tuple[int, str], ...]
+    """(id, text) of some tokens, to compare with the target's."""
 
 
 class DraftActor:
@@ -42,7 +50,8 @@ class DraftActor:
 
     def __init__(self, settings: DraftSettings) -> None:
         # Before llama.cpp starts its threads: they inherit the affinity.
-        hardware.pin(settings.cores)
+        if settings.cores:
+            hardware.pin(settings.cores)
         from duo_ray.models.llama_cpp import LlamaCppDraft  # noqa: PLC0415 - the process is pinned first
 
         self._settings = settings
@@ -52,6 +61,7 @@ class DraftActor:
             max_context=settings.max_context,
             slots=settings.slots,
             max_sequences=settings.max_sequences,
+            vocab_size=settings.vocab_size,
         )
         self._timings = tuple(self._model.warm_up(settings.warmup_steps))
 
@@ -63,6 +73,7 @@ class DraftActor:
             max_context=self._model.max_context,
             memory_bytes=self._model.memory_bytes(),
             timings=self._timings,
+            vocabulary_sample=tuple(self._model.vocabulary_sample(_SAMPLE)),
         )
 
     def draft(self, jobs: Sequence[DraftJob]) -> tuple[list[DraftBlock], tuple[DraftProbs | None, ...]]:

@@ -1,7 +1,7 @@
-"""A pipeline from a configuration: Ray, one placement group, the actors in it, and everything freed again.
+"""A running pipeline: Ray, one placement group, the actors in it, and everything freed again.
 
-One placement group holds one pipeline (the target's bundle, a bundle for each draft, one for the coordinator), so that Ray
-schedules, autoscales and frees it as a whole.
+One placement group holds one pipeline (the target's bundle, a bundle for each draft, one for the coordinator), so that
+Ray schedules, autoscales and frees it as a whole.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -37,7 +37,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """What each actor of one pipeline needs; made from a `Config` by `duo_ray.plan.settle`."""
+    """What each actor of one pipeline needs; made from a `Config` by `actors.prepare`."""
 
     target: TargetSettings
     drafts: tuple[DraftSettings, ...]
@@ -59,7 +59,8 @@ class Pipeline:
         """Start the actors and wait until they are loaded and warm.
 
         Raises:
-            DuoRayError: Ray cannot be reached, lacks the resources, or a model cannot be loaded; one line, nothing left behind.
+            DuoRayError: Ray cannot be reached, lacks the resources, or a model cannot be loaded: one line, and
+                nothing is left behind.
         """
         self._cleanup = contextlib.ExitStack()
         try:
@@ -110,7 +111,7 @@ class Pipeline:
             raise _plain(error) from error
         self.target, self.drafts = target, drafts
 
-    def stream(self, request: Request) -> Iterator[Delta | Finished]:
+    def stream(self, request: Request) -> Generator[Delta | Finished, None, None]:
         """Tokens of one answer as they become certain, then `Finished`.
 
         Raises:
@@ -150,13 +151,21 @@ def new_request_id() -> str:
 def _connect(settings: PipelineSettings) -> Callable[[], None]:
     """Join the cluster this process is in, the one RAY_ADDRESS names, or start one; returns how to leave it."""
     if ray.is_initialized():
-        return lambda: None
+        return _stay
     address = os.environ.get("RAY_ADDRESS")
     if address:
         _init_within_limit(address)
     else:
         _start_local(settings.bundles())
-    return ray.shutdown
+    return _leave
+
+
+def _stay() -> None:
+    """The program was in a cluster before: it stays there."""
+
+
+def _leave() -> None:
+    ray.shutdown()
 
 
 def _start_local(bundles: Sequence[dict[str, float]]) -> None:
@@ -193,8 +202,8 @@ def _init_within_limit(address: str) -> None:
     thread.join(CONNECT_LIMIT_S)
     if thread.is_alive():
         raise DuoRayError(
-            f"RAY_ADDRESS={address}: no answer within {CONNECT_LIMIT_S:.0f} s. Is the cluster running there? If it wants a token, set "
-            "RAY_AUTH_MODE=token and put the head node's token into ~/.ray/auth_token "
+            f"RAY_ADDRESS={address}: no answer within {CONNECT_LIMIT_S:.0f} s. Is the cluster running there? If it "
+            "wants a token, set RAY_AUTH_MODE=token and put the head node's token into ~/.ray/auth_token "
             "(a new one: ray get-auth-token --generate)"
         )
     if failure:

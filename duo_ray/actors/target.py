@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from duo_ray import hardware
@@ -25,7 +25,7 @@ class TargetSettings:
     cores: tuple[int, ...]
     attn_implementation: str
     chunk: int
-    device_map: str | None
+    device_map: str | dict[str, int | str] | None
     cuda_graphs: bool
     warmup_steps: int
 
@@ -57,9 +57,14 @@ class TargetActor:
     """Ray actor around `TransformersTarget`: one pass at a time, state only in the model."""
 
     def __init__(self, settings: TargetSettings) -> None:
-        hardware.pin(settings.cores)
-        from duo_ray.models.transformers import TransformersTarget  # noqa: PLC0415 - the process is pinned first
+        if settings.cores:
+            hardware.pin(settings.cores)
+        from transformers.utils import logging  # noqa: PLC0415 - the process is pinned first
 
+        from duo_ray.models.transformers import TransformersTarget  # noqa: PLC0415
+
+        quiet: Callable[[], None] = logging.disable_progress_bar
+        quiet()  # it would be drawn into the middle of the user's terminal
         self._settings = settings
         self._model = TransformersTarget.load(
             settings.path,

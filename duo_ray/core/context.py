@@ -1,7 +1,7 @@
 """Ids of a request, with a digest of every prefix: how two processes agree on what they both hold.
 
-There is no rollback message. A sender says "your first `agreed` ids, whose digest is this, then these"; a receiver crops
-to the agreed length and appends, or says that it does not hold that prefix. Both cost only the new ids.
+There is no rollback message. A sender says "your first `agreed` ids, whose digest is this, then these"; a receiver
+crops to the agreed length and appends, or says that it does not hold that prefix. Both cost only the new ids.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The synchronous loop over one draft and one target: the readable reference, the baseline and the oracle.
 
-It makes exactly the decisions of the asynchronous coordinator, one after the other: the block is drafted before its bet is
-known, although here the target has already answered.
+It makes exactly the decisions of the asynchronous coordinator, one after the other: the block is drafted before its bet
+is known, although here the target has already answered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ def decode(
 ) -> Iterator[Token]:
     """Generate until the request's first ending event; yields tokens as their text becomes certain.
 
-    `chunk` is the number of prompt tokens per prefill pass. The models' slots are released also when the caller stops early.
+    `chunk` is the number of prompt tokens per prefill pass. The models' slots are released also when the caller stops
+    early.
     """
     request_id = decoding.request.request_id
     try:

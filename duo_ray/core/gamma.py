@@ -1,8 +1,9 @@
 """How much to draft, decided step by step from measured times and acceptance.
 
-The published rule is gamma = T_target / T_draft: draft for as long as the target is busy (DuoDecoding, arXiv 2503.00784). A
-request starts from it. As soon as something is known about acceptance, the (lead, gamma) with the most expected committed
-tokens per second is picked instead (`tokens_per_second`), and none at all when plain decoding is expected to be faster.
+The published rule is gamma = T_target / T_draft: draft for as long as the target is busy (DuoDecoding, arXiv
+2503.00784). A request starts from it. As soon as something is known about acceptance, the (lead, gamma) with the most
+expected committed tokens per second is picked instead (`tokens_per_second`), and none at all when plain decoding is
+expected to be faster.
 
 Nothing here draws random numbers or reads a clock: the same observations give the same plans.
 """
@@ -80,19 +81,22 @@ _LEVEL = 0.3**2
 """Variance, in log-seconds, of the whole curve: another load on the machine, a longer context."""
 _SHAPE = 0.2**2
 """Variance of the curve's shape, per doubling of the width."""
-_FORGET = 0.01
+_FORGET = 0.005
 """Share of what was known that one more observation makes doubtful again."""
+_DRIFT = 0.03**2
+"""Variance the level gains with every observation besides: it moves sooner than the shape."""
 
 
 class _Curve:
     """Seconds of one pass as a function of its width, learned from noisy passes of whatever widths occur.
 
-    A Kalman filter over log-seconds at the widths 1..size. Prior mean: a line, 1 + slope (n - 1). Prior covariance: a common
-    level, plus a Brownian motion in log2(n). So a pass of one width moves the estimate of all (the machine got slower), its
-    own and its neighbours' the most (the curve is concave there), and a width not seen lately follows the others.
+    A Kalman filter over log-seconds at the widths 1..size. Prior mean: a line, 1 + slope (n - 1). Prior covariance: a
+    common level, plus a Brownian motion in log2(n). So a pass of one width moves the estimate of all (the machine got
+    slower), its own and its neighbours' the most (the curve is concave there), and a width not seen lately follows the
+    others.
 
-    A pause of the process only ever makes a pass slower. So a value far above the estimate is set aside; the third in a row
-    is believed, at once and for all widths. A value far below is believed immediately.
+    A pause of the process only ever makes a pass slower. So a value far above the estimate is set aside; the third in a
+    row is believed, at once and for all widths. A value far below is believed immediately.
     """
 
     def __init__(self, size: int, slope: float) -> None:
@@ -113,12 +117,12 @@ class _Curve:
         if not self.seen:
             self._mean = self._mean + math.log(seconds) - self._mean[at]
         surprise = math.log(seconds) - float(self._mean[at])
-        covariance = (1.0 - _FORGET) * self._covariance + _FORGET * self._prior
+        covariance = (1.0 - _FORGET) * self._covariance + (_FORGET * self._prior + _DRIFT)
         if abs(surprise) > max(math.log(1.5), 3.0 * math.sqrt(covariance[at, at] + _NOISE)):
             self._slow_in_a_row += surprise > 0.0
             if surprise > 0.0 and self._slow_in_a_row < 3:
                 return
-            covariance += 1.0
+            covariance = self._prior + 1.0
         self._slow_in_a_row = 0
         gain = covariance[at] / (covariance[at, at] + _NOISE)
         self._mean = self._mean + gain * surprise
@@ -127,8 +131,8 @@ class _Curve:
             self.seen = (*self.seen, width)
 
     def seconds(self, widths: Array | float) -> Array:
-        """Estimates at fractional `widths` of any shape; constant beyond the largest width."""
-        return np.asarray(np.interp(widths, self._widths, np.exp(self._mean)))
+        """Estimates at fractional `widths` of any shape, never falling, constant beyond the largest."""
+        return np.asarray(np.interp(widths, self._widths, np.maximum.accumulate(np.exp(self._mean))))
 
     def copy(self) -> _Curve:
         twin = _Curve.__new__(_Curve)
@@ -326,9 +330,9 @@ def tokens_per_second(
 ) -> Array:
     """Expected committed tokens per second of every (lead, gamma) kept up for ever: `[len(leads), len(gammas)]`.
 
-    A step starts with nothing in hand (EMPTY) or with a tail of m tokens (HAND). With a the chance of a token, h that of a
-    head, A(k) = a + a^2 + ... + a^k = a (1 - a^k) / (1 - a) the expected number accepted of k, d = T_draft, o the round
-    overhead, and D(gamma) the draft time of a block:
+    A step starts with nothing in hand (EMPTY) or with a tail of m tokens (HAND). With a the chance of a token, h that
+    of a head, A(k) = a + a^2 + ... + a^k = a (1 - a^k) / (1 - a) the expected number accepted of k, d = T_draft, o the
+    round overhead, and D(gamma) the draft time of a block:
 
         EMPTY   commits 1 + A(lead)   in lead d + max(T_target(lead + 1), D(gamma)) + o,   then HAND with v = a^lead h
         HAND    commits 1 + A(m)      in          max(T_target(m + 1),    D(gamma)) + o,   then HAND with w = a^m h
@@ -340,8 +344,8 @@ def tokens_per_second(
     gamma = 0 is sequential speculation (v = 0), and with lead = 0 plain decoding.
 
     Args:
-        share: how much of gamma the best sequence of a block gets, its head included: m = share gamma - 1, written in m + 1
-            decodes that advance gamma / (m + 1) sequences on average. One sequence has share 1 and D(gamma) = gamma d.
+        share: how much of gamma the best sequence of a block gets, its head included: m = share gamma - 1, written in
+            m + 1 decodes that advance gamma / (m + 1) sequences on average. One sequence: share 1, D(gamma) = gamma d.
         speed: multiplies the draft's speed (`Policy.gamma_scale`).
     """
     a = min(max(token, 1e-6), 1.0 - 1e-9)
@@ -366,17 +370,17 @@ def tokens_per_second(
 class GammaController:
     """Plans the steps of one request.
 
-    `acceptance` is what other requests have shown so far. The controller starts from a copy of it (`self.acceptance`: this
-    request's own) and feeds what it observes into both, so that the next request starts wiser. A reproducible request
-    brings a fresh `Acceptance` and `costs.frozen()`.
+    `acceptance` is what other requests have shown so far. The controller starts from a copy of it (`self.acceptance`:
+    this request's own) and feeds what it observes into both, so that the next request starts wiser. A reproducible
+    request brings a fresh `Acceptance` and `costs.frozen()`.
 
-    Plain decoding begins when the best plan is expected to be slower, and ends when one is expected to be 3% faster. In
+    Plain decoding begins when no plan is expected to be 1% faster, and ends when one is expected to be 4% faster. In
     between, small probes beside the target's pass keep the estimates alive: each after twice as many steps as the one
-    before, and only when the time it may cost has been saved up from 2% of the time of plain decoding.
+    before (up to 8 where they fit beside the pass, 256 where they do not), and only when the time a probe may cost has
+    been saved up from 2% of the time of plain decoding. A bet won by a probe is followed by another at once.
     """
 
-    _RETURN = 1.03
-    _LEAVE = 1.0
+    _LEAVE, _RETURN = 1.01, 1.04
     _SWITCH = 1.01
     _PROBE_SHARE = 0.02
     _SAVED_STEPS = 2.0

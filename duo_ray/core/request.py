@@ -35,9 +35,9 @@ class _Held:
 class Generation:
     """The committed ids of one request and the events that end it.
 
-    EOS, a stop string, max_tokens: whichever comes first in the text ends the request, wherever in a block it falls; ids
-    after it are not committed. A stop string is cut from the text and may be spread over any number of tokens. On the same token
-    a stop wins over the length limit.
+    EOS, a stop string, max_tokens: whichever comes first in the text ends the request, wherever in a block it falls;
+    ids after it are not committed. A stop string is cut from the text and may be spread over any number of tokens. On
+    the same token a stop wins over the length limit.
     """
 
     def __init__(

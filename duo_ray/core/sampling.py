@@ -1,7 +1,8 @@
 """Logits to a distribution, and one draw from it.
 
 The order is that of Hugging Face's logits processors: logit bias, repetition penalty, presence and frequency penalties,
-temperature, top-k, top-p, min-p. `models/torch_sampling.py` does the same on the target's device; a test holds the two together.
+temperature, top-k, top-p, min-p. `models/torch_sampling.py` does the same on the target's device; a test holds the two
+together.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class Purpose(IntEnum):
 def uniform(seed: int, position: int, purpose: Purpose) -> float:
     """The random number in [0, 1) that decides `purpose` at `position` (an index into the request's ids).
 
-    Counter-based (Philox, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the numbers do not depend on how many were drawn before, on
-    other requests, or on the process that asks. A position is examined once, so no number is used twice.
+    Counter-based (Philox, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the numbers do not depend on how
+    many were drawn before, on other requests, or on the process that asks. A position is examined once, so no number is
+    used twice.
     """
     bits = np.random.Philox(key=seed, counter=[0, 0, int(purpose), position]).random_raw()
     return float(int(bits) >> 11) * 2.0**-53
@@ -90,8 +92,9 @@ def distribution(logits: Floats, params: SamplingParams) -> NDArray[np.float64]:
 def most_probable(logits: Floats, count: int) -> NDArray[np.int64]:
     """Ids of the `count` largest logits, best first, ties to the lower id; no sort of the whole vocabulary."""
     count = min(count, len(logits))
-    top = np.argpartition(-logits, count - 1)[:count] if count < len(logits) else np.arange(len(logits))
-    return top[np.lexsort((top, -logits[top]))]
+    smallest = np.partition(logits, len(logits) - count)[len(logits) - count]
+    top = np.flatnonzero(logits >= smallest)  # argpartition would keep any of several equal to the smallest
+    return top[np.lexsort((top, -logits[top]))][:count]
 
 
 def draw(probs: Floats, u: float) -> int:
@@ -104,5 +107,5 @@ def draw(probs: Floats, u: float) -> int:
 
 def _softmax(logits: Floats, temperature: float) -> NDArray[np.float64]:
     scaled = (logits.astype(np.float64) - float(logits.max())) / temperature
-    weights = np.exp(scaled)
-    return weights / weights.sum()
+    weights: NDArray[np.float64] = np.exp(scaled)
+    return np.asarray(weights / weights.sum())

@@ -3,12 +3,13 @@
 p is the target's distribution at a position, q the one the draft sampled from, both `[V]`.
 
 - A sampled token x ~ q is kept with probability min(1, p(x)/q(x)); at the first rejection the correction is drawn from
-  normalize(max(p - q, 0)) (Leviathan et al., arXiv 2211.17192, section 2.3 and appendix A.1). If nothing is left there (p = q up to rounding), from p.
+  normalize(max(p - q, 0)) (Leviathan et al., arXiv 2211.17192, section 2.3 and appendix A.1). If nothing is left there
+  (p = q up to rounding), from p.
 - A picked token (no q) is kept when it is the token drawn from p.
-- After a fully accepted block the next token is drawn from p. The heads of the next block are picked, so trying them one
-  after the other against what is left of p ("recursive rejection") keeps head j with probability p(h_j), and otherwise draws
-  from p without the heads. Drawing x ~ p and looking it up among the heads is the same distribution, decided where p is: no
-  vocabulary-sized array crosses a process. `continuation` is that look-up.
+- After a fully accepted block the next token is drawn from p. The heads of the next block are picked, so trying them
+  one after the other against what is left of p ("recursive rejection") keeps head j with probability p(h_j), and
+  otherwise draws from p without the heads. Drawing x ~ p and looking it up among the heads is the same distribution,
+  decided where p is: no vocabulary-sized array crosses a process. `continuation` is that look-up.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def residual(p: Floats, ids: NDArray[np.int32], probs: NDArray[np.float32]) -> F
 def continuation(block: DraftBlock, assumed: Ids, committed: Ids) -> tuple[int, int] | None:
     """Find the drafted sequence that begins with what was committed since the block's job was sent.
 
-    `assumed` are the ids the job took as accepted, `committed` those that really followed the same base. Returns (sequence
-    index, offset of its first uncommitted id), or None when every bet lost.
+    `assumed` are the ids the job took as accepted, `committed` those that really followed the same base. Returns
+    (sequence index, offset of its first uncommitted id), or None when every bet lost.
     """
     for index, sequence in enumerate(block.sequences):
         head = () if sequence.bet is None else (sequence.bet.token,)

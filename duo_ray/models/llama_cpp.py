@@ -67,10 +67,19 @@ class LlamaCppDraft:
     """
 
     def __init__(
-        self, model: Any, context: Any, *, slots: int, max_context: int, max_sequences: int, keep: int
+        self,
+        model: Any,
+        context: Any,
+        *,
+        slots: int,
+        max_context: int,
+        max_sequences: int,
+        keep: int,
+        vocab_size: int | None = None,
     ) -> None:
         vocab = ll.llama_model_get_vocab(model)
-        self.vocab_size: int = ll.llama_vocab_n_tokens(vocab)
+        known: int = ll.llama_vocab_n_tokens(vocab)
+        self.vocab_size = min(known, vocab_size or known)
         self.max_context = max_context
         self.slots = slots
         self.max_sequences = max_sequences
@@ -96,6 +105,7 @@ class LlamaCppDraft:
         max_sequences: int = 8,
         keep: int = 64,
         n_batch: int = 512,
+        vocab_size: int | None = None,
     ) -> LlamaCppDraft:
         """Load a GGUF file onto the CPU.
 
@@ -106,6 +116,7 @@ class LlamaCppDraft:
             max_sequences: sequences per request; a job that asks for more gets these.
             keep: truncate q to this many most probable tokens.
             n_batch: tokens per decode while a context is read.
+            vocab_size: ids of the target's tokenizer; higher ones pad the draft's vocabulary and are never proposed.
 
         Raises:
             LlamaCppError: no such file, not a GGUF, or a model that cannot serve as a draft.
@@ -157,7 +168,15 @@ class LlamaCppDraft:
         except BaseException:
             ll.llama_model_free(model)
             raise
-        return cls(model, context, slots=slots, max_context=max_context, max_sequences=max_sequences, keep=keep)
+        return cls(
+            model,
+            context,
+            slots=slots,
+            max_context=max_context,
+            max_sequences=max_sequences,
+            keep=keep,
+            vocab_size=vocab_size,
+        )
 
     def close(self) -> None:
         """Free model, KV cache and batch. The object is of no use afterwards; closing it again does nothing."""
@@ -172,6 +191,12 @@ class LlamaCppDraft:
     def memory_bytes(self) -> int:
         """Bytes of weights, KV cache and scratch memory, as llama.cpp accounted for them at load."""
         return self._memory_bytes
+
+    def vocabulary_sample(self, count: int) -> list[tuple[int, str]]:
+        """(id, text as the vocabulary spells it) of about `count` evenly spaced tokens."""
+        vocab = ll.llama_model_get_vocab(self._model)
+        ids = range(0, self.vocab_size, max(1, self.vocab_size // count))
+        return [(i, ll.llama_vocab_get_text(vocab, i).decode(errors="replace")) for i in ids]
 
     def release(self, request_id: str) -> None:
         """Free everything held for a request; unknown ids are ignored."""
@@ -236,8 +261,6 @@ class LlamaCppDraft:
 
     def _check(self, jobs: Sequence[DraftJob]) -> None:
         """Refuse a call before anything is changed."""
-        if self._context is None:
-            raise LlamaCppError("this draft is closed: load it again")
         unknown = [job.context.request_id for job in jobs if not self._knows(job.context)]
         if unknown:
             raise UnknownPrefix(unknown)
@@ -272,6 +295,8 @@ class LlamaCppDraft:
 
     def _take(self, request_ids: Sequence[str]) -> list[_Slot]:
         """The slots of these requests, which become the most recently used; others make room for new ones."""
+        if self._context is None:
+            raise LlamaCppError("this draft is closed: load it again")
         for request_id in request_ids:
             if request_id in self._held:
                 self._held[request_id] = self._held.pop(request_id)
@@ -411,7 +436,7 @@ class LlamaCppDraft:
         return len(branch.ids) >= branch.length or branch.ids[-1] in self._ends
 
     def _extend(self, draft: _Draft, branch: _Branch, logits: Logits) -> None:
-        """Append the token that follows a branch: the most probable one, or a draw from the very row that is shipped."""
+        """Append the token that follows a branch: the most probable one, or a draw from the row that is shipped."""
         params = draft.job.sampling
         if params.greedy:
             logits = self._penalised(draft, branch, logits)
@@ -423,7 +448,7 @@ class LlamaCppDraft:
         branch.rows.append(row)
 
     def _choices(self, draft: _Draft, branch: _Branch, logits: Logits, count: int) -> Row:
-        """The most probable next tokens of a branch, best first: `count` of them at temperature 1 when greedy, else q."""
+        """The most probable next tokens of a branch, best first. Greedy: `count` of them, temperature 1; else q."""
         params = draft.job.sampling
         logits = self._penalised(draft, branch, logits)
         if params.greedy:

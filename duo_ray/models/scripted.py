@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from duo_ray.core.context import IdLog
-from duo_ray.core.sampling import Purpose, check_finite, distribution, draw, most_probable, penalise, uniform
+from duo_ray.core.sampling import Floats, Purpose, check_finite, distribution, draw, most_probable, penalise, uniform
 from duo_ray.core.sequences import open_heads, split
 from duo_ray.core.verify import Row, verify
 from duo_ray.types import (
+    Context,
     ContextOverflow,
     DraftBlock,
     DraftJob,
@@ -58,15 +59,16 @@ class _Held:
         self.logs: dict[str, IdLog] = {}
         self.max_context = max_context
 
-    def receive(self, jobs: Sequence[VerifyJob] | Sequence[DraftJob], extra: Sequence[int]) -> list[IdLog]:
-        for job, more in zip(jobs, extra, strict=True):
-            if job.context.length + more > self.max_context:
-                raise ContextOverflow(f"{job.context.length} + {more} tokens; the context holds {self.max_context}")
+    def receive(self, contexts: Sequence[Context], extra: Sequence[int]) -> list[IdLog]:
+        """The log of each context; `extra` tokens must fit behind it."""
+        for context, more in zip(contexts, extra, strict=True):
+            if context.length + more > self.max_context:
+                raise ContextOverflow(f"{context.length} + {more} tokens; the context holds {self.max_context}")
         logs, unknown = [], []
-        for job in jobs:
-            request_id = job.context.request_id
+        for context in contexts:
+            request_id = context.request_id
             log = self.logs.get(request_id, IdLog())
-            if log.receive(job.context):
+            if log.receive(context):
                 self.logs[request_id] = log
             else:
                 unknown.append(request_id)
@@ -89,7 +91,7 @@ class ScriptedTarget:
 
     def verify(self, jobs: Sequence[VerifyJob], probs: Sequence[DraftProbs | None]) -> TargetReply:
         started = time.time()
-        logs = self._held.receive(jobs, [len(job.block) for job in jobs])
+        logs = self._held.receive([job.context for job in jobs], [len(job.block) for job in jobs])
         verdicts = tuple(self._judge(job, log.ids, q) for job, log, q in zip(jobs, logs, probs, strict=True))
         tokens = sum(len(job.block) + 1 for job in jobs)
         return TargetReply(verdicts, Span(started, time.time()), tokens)
@@ -99,7 +101,7 @@ class ScriptedTarget:
             return Verdict(job.context.request_id, 0, None)
         params, length = job.sampling, len(held)
 
-        def logits(i: int) -> NDArray[np.float64]:
+        def logits(i: int) -> Floats:
             ids = (*held, *job.block[:i])
             return penalise(self._table(ids), ids, job.context.prompt_length, params)
 
@@ -148,7 +150,7 @@ class ScriptedDraft:
         self._held = _Held(max_context)
 
     def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[DraftBlock, DraftProbs | None]]:
-        logs = self._held.receive(jobs, [job.budget for job in jobs])
+        logs = self._held.receive([job.context for job in jobs], [job.budget for job in jobs])
         return [self._write(job, tuple(log.ids)) for job, log in zip(jobs, logs, strict=True)]
 
     def _write(self, job: DraftJob, ids: Ids) -> tuple[DraftBlock, DraftProbs | None]:

@@ -180,7 +180,7 @@ def attention_masks(positions: Tensor, keys: int, windows: Windows, dtype: torch
     return masks.get("", masks)
 
 
-def folded_sdpa(  # noqa: PLR0917 - the signature is transformers' attention interface
+def folded_sdpa(
     module: nn.Module,  # noqa: ARG001
     query: Tensor,
     key: Tensor,
@@ -234,10 +234,7 @@ class SlotRunner:
 
         They are valid until the next forward. Segments must be sorted by slot, one per slot.
         """
-        flat, shape = self.prepare(segments)
-        if self._graphs_wanted and shape.width <= _MAX_GRAPH_WIDTH:
-            return self._replay(flat, shape)
-        return self._run(flat.to(self._device), shape)
+        return self.run(*self.prepare(segments))
 
     def prepare(self, segments: Sequence[Segment]) -> tuple[Tensor, PassShape]:
         """Lay the segments out as one flat int64 tensor (see `PassInputs`) and the shape that goes with it."""
@@ -260,7 +257,14 @@ class SlotRunner:
         shape = PassShape(slots[0] if consecutive else None, len(slots), width, keep, keys)
         return torch.tensor([*ids, *positions, *columns, *kept, *slots]), shape
 
-    def _run(self, flat: Tensor, shape: PassShape) -> Tensor:
+    def run(self, flat: Tensor, shape: PassShape) -> Tensor:
+        """Logits `[rows, keep, V]` of a prepared pass: replayed where a graph serves its shape, else by `call`."""
+        if self._graphs_wanted and shape.width <= _MAX_GRAPH_WIDTH:
+            return self._replay(flat, shape)
+        return self.call(flat.to(self._device), shape)
+
+    def call(self, flat: Tensor, shape: PassShape) -> Tensor:
+        """Logits `[rows, keep, V]` of a prepared pass, straight from the model."""
         inputs = PassInputs.of(flat, shape)
         self.cache.plan(inputs, shape)
         logits: Tensor = self._model(
@@ -291,11 +295,11 @@ class SlotRunner:
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             for _ in range(2):
-                self._run(inputs, shape)
+                self.call(inputs, shape)
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
-            logits = self._run(inputs, shape)
+            logits = self.call(inputs, shape)
         self._pool = graph.pool()
         return _Graph(graph, inputs, logits)
 

@@ -167,6 +167,11 @@ class Tokenizer:
             self._pieces[token] = b"" if text is None else self.joining.piece(text)
         return self._pieces[token]
 
+    def text_of(self, token: int) -> str | None:
+        """A token as the vocabulary spells it (`Ġthe`, `▁the`); None for an id it does not have."""
+        text: str | None = self._backend.id_to_token(token)
+        return text
+
     def is_special(self, token: int) -> bool:
         """Whether a token is a control token such as EOS, which `decode` leaves out by default."""
         return token in self._hidden

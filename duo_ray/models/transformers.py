@@ -173,8 +173,10 @@ class TransformersTarget:
             path,
             dtype=_DTYPES[dtype],
             attn_implementation=attn_implementation,
-            device_map=device if device_map is None else device_map,
+            device_map=device_map,
         )
+        if device_map is None:
+            model = model.to(device)
         return cls(
             model,
             slots=slots,

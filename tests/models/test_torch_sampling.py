@@ -20,6 +20,8 @@ from duo_ray.models.torch_sampling import TargetRows, verify, verify_greedy
 from duo_ray.types import Ids, NonFiniteLogits, SamplingParams
 
 Logits = NDArray[np.floating]
+Job = tuple[Logits, Ids, Ids, int, SamplingParams, list[Row] | None]
+"""What one verification is given: logits of the block's rows, context, block, prompt length, parameters, q."""
 
 
 @st.composite
@@ -39,8 +41,7 @@ def parameters(draw: st.DrawFn) -> SamplingParams:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[Logits, Ids, Ids, int, SamplingParams, list[Row] | None]:
-    """Logits of a block's rows, context, block, prompt length, parameters and q: what one verification is given."""
+def jobs(draw: st.DrawFn) -> Job:
     params = draw(parameters())
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     vocab = draw(st.integers(5, 200))
@@ -70,9 +71,8 @@ def _reference_rows(logits: Logits, context: Ids, block: Ids, prompt: int, param
     return [reference.penalise(row, (*context, *block[:i]), prompt, params) for i, row in enumerate(logits)]
 
 
-def _reference_verify(
-    logits: Logits, context: Ids, block: Ids, prompt: int, params: SamplingParams, q: list[Row] | None
-) -> tuple[int, int]:
+def _reference_verify(job: Job) -> tuple[int, int]:
+    logits, context, block, prompt, params, q = job
     rows = _reference_rows(logits, context, block, prompt, params)
     start, k = len(context), params.acceptance_top_k
     return reference_verify.verify(
@@ -97,10 +97,10 @@ def _near_a_threshold(rows: list[Logits], params: SamplingParams) -> bool:
     return False
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(jobs())
 def test_penalties_inside_a_block_match_the_reference(
-    job: tuple[Logits, Ids, Ids, int, SamplingParams, list[Row] | None],
+    job: Job,
 ) -> None:
     logits, context, block, prompt, params, _ = job
     got = torch_sampling.penalise(torch.from_numpy(logits), (*context, *block), len(context), prompt, params)
@@ -109,10 +109,10 @@ def test_penalties_inside_a_block_match_the_reference(
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-6)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(jobs())
 def test_distribution_matches_the_reference(
-    job: tuple[Logits, Ids, Ids, int, SamplingParams, list[Row] | None],
+    job: Job,
 ) -> None:
     logits, _, _, _, params, _ = job
     assume(not params.greedy)
@@ -123,30 +123,26 @@ def test_distribution_matches_the_reference(
 
 
 @pytest.mark.parametrize("at_once", [1, 7])
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(job=jobs())
-def test_verdict_matches_the_reference(
-    at_once: int, job: tuple[Logits, Ids, Ids, int, SamplingParams, list[Row] | None]
-) -> None:
+def test_verdict_matches_the_reference(at_once: int, job: Job) -> None:
     logits, context, block, prompt, params, q = job
     rows = _reference_rows(logits, context, block, prompt, params)
     assume(params.greedy or not _near_a_threshold(rows, params))
     target = TargetRows(torch.from_numpy(logits), (*context, *block), prompt, params, at_once)
-    assert verify(target, block, q, params, len(context)) == _reference_verify(
-        logits, context, block, prompt, params, q
-    )
+    assert verify(target, block, q, params, len(context)) == _reference_verify(job)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(jobs())
 def test_greedy_shortcut_gives_the_same_verdict(
-    job: tuple[Logits, Ids, Ids, int, SamplingParams, list[Row] | None],
+    job: Job,
 ) -> None:
     logits, context, block, prompt, _, _ = job
     greedy = SamplingParams(temperature=0.0)
     largest, best = torch.from_numpy(logits).max(-1)
     assert verify_greedy(block, best.tolist(), largest.tolist()) == _reference_verify(
-        logits, context, block, prompt, greedy, None
+        (logits, context, block, prompt, greedy, None)
     )
 
 

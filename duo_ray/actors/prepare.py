@@ -1,0 +1,202 @@
+"""Everything that is decided before an actor starts: model files, device, precision, cores, earlier measurements."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+from duo_ray.actors.coordinator import CoordinatorSettings, PipelineInfo
+from duo_ray.actors.draft import DraftSettings
+from duo_ray.actors.launch import PipelineSettings
+from duo_ray.actors.target import TargetSettings
+from duo_ray.config import Config
+from duo_ray.core.gamma import Policy
+from duo_ray.hardware import CoreSplit, Machine, check_machine, detect_machine, plan_cores, show_cores, target_device
+from duo_ray.models.calibration import Calibration, calibration_file, read_calibration, write_calibration
+from duo_ray.models.catalog import TargetFiles, context_length, resolve_draft, resolve_target
+from duo_ray.models.gguf_header import read_gguf
+from duo_ray.models.precision import fastest_dtype
+from duo_ray.models.tokenizer import Tokenizer
+
+Progress = Callable[[str, float | None], None]
+"""Told what start-up is busy with, and how much of it is done (0 to 1, None: unknown)."""
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_WARM_UP_SHAPES = 6
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A configuration made concrete for this machine."""
+
+    config: Config
+    machine: Machine
+    files: TargetFiles
+    draft_path: Path | None
+    tokenizer: Tokenizer
+    split: CoreSplit
+    settings: PipelineSettings
+    calibration_path: Path
+    notes: list[str] = field(default_factory=list)
+    """What was chosen, and why, in sentences."""
+
+    def keep_calibration(self, info: PipelineInfo) -> None:
+        """Remember what a start measured, unless an earlier start did."""
+        if self.settings.coordinator.calibration is None:
+            write_calibration(self.calibration_path, Calibration(self.settings.target.dtype, info.calibration))
+
+
+def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) -> Prepared:
+    """Resolve and check everything a pipeline needs, converting and measuring once what is not in the cache.
+
+    Raises:
+        ConfigError, DuoRayError: what cannot work, in one line.
+    """
+    machine = detect_machine()
+    notes = check_machine(config, machine)
+    device, split = target_device(config, machine), plan_cores(config, machine)
+    files = resolve_target(config.models.target.model, progress=progress)
+    draft = config.models.draft
+    draft_path = None if draft.model is None else resolve_draft(draft.model, draft.quant, progress=progress)
+    tokenizer = Tokenizer.load(files.tokenizer_path)
+    asked = config.models.target.max_seq_len
+    target_context = context_length(None if asked == "auto" else asked, files.context_length)
+    notes.append(_placement_note(device, split))
+
+    threads = _threads(config, split, device)
+    facts = (
+        *_stamp(files.path), *_stamp(draft_path), machine.cpu, [gpu.name for gpu in machine.gpus], device,
+        split.target, split.drafts, threads, draft.threads, config.models.target.precision,
+        config.models.target.attn_implementation, version("torch"), version("transformers"),
+        version("llama-cpp-python"),
+    )  # fmt: skip
+    calibration_path = calibration_file(*facts)
+    kept = read_calibration(calibration_path)
+    dtype = _dtype(config, device, files.path, split, threads or 1, kept, notes, progress)
+
+    optimization = config.optimization
+    target = config.models.target
+    settings = PipelineSettings(
+        target=TargetSettings(
+            path=str(files.path),
+            device=device,
+            dtype=dtype,
+            slots=target.slots,
+            max_context=target_context,
+            vocab_size=tokenizer.vocab_size,
+            threads=threads,
+            cores=split.target,
+            attn_implementation=target.attn_implementation,
+            chunk=target.chunked_prefill,
+            device_map=target.device_map,
+            cuda_graphs=target.cuda_graphs,
+            warmup_steps=max(1, -(-optimization.warmup_steps // _WARM_UP_SHAPES)),
+        ),
+        drafts=tuple(
+            DraftSettings(
+                path=str(draft_path),
+                threads=len(cores) if draft.threads == "auto" else draft.threads,
+                cores=cores,
+                max_context=_draft_context(draft.max_seq_len, draft_path, target_context),
+                slots=target.slots,
+                max_sequences=optimization.max_sequences,
+                vocab_size=tokenizer.vocab_size,
+                warmup_steps=max(1, -(-optimization.warmup_steps // _WARM_UP_SHAPES)),
+            )
+            for cores in split.drafts
+            if draft_path is not None
+        ),
+        coordinator=CoordinatorSettings(
+            tokenizer_path=str(files.tokenizer_path),
+            policy=policy(config),
+            max_sequences=optimization.max_sequences,
+            prefetch=optimization.prefetch,
+            chunk=target.chunked_prefill,
+            calibration=kept.costs if kept is not None else None,
+        ),
+        target_gpus=_gpu_count(device, config),
+    )
+    return Prepared(config, machine, files, draft_path, tokenizer, split, settings, calibration_path, notes)
+
+
+def policy(config: Config) -> Policy:
+    """The controller's freedom under this configuration."""
+    optimization = config.optimization
+    budget, lead, overlap = optimization.draft_budget, optimization.lead, optimization.overlap
+    return Policy(
+        draft_budget=None if budget == "auto" else budget,
+        gamma_scale=optimization.gamma_scale,
+        gamma_min=optimization.gamma_min,
+        gamma_max=optimization.gamma_max,
+        lead=None if lead == "auto" else lead,
+        overlap=None if overlap == "auto" else overlap,
+        fallback=optimization.fallback,
+    )
+
+
+def _draft_context(asked: int | str, path: Path, target_context: int) -> int:
+    """Tokens a draft's context holds: what was asked for, else the target's as far as the draft model goes."""
+    header = read_gguf(path)
+    trained = int(header.metadata.get(f"{header.metadata['general.architecture']}.context_length", target_context))
+    if isinstance(asked, str):
+        return min(target_context, trained)
+    return context_length(asked, trained, "models.draft.max_seq_len")
+
+
+def _threads(config: Config, split: CoreSplit, device: str) -> int | None:
+    threads = config.models.target.threads
+    if threads != "auto":
+        return threads
+    return max(1, len(split.target)) if device == "cpu" else None
+
+
+def _gpu_count(device: str, config: Config) -> int:
+    if device == "cpu":
+        return 0
+    spread = config.models.target.device_map
+    if isinstance(spread, dict):
+        return max(1, len({place for place in spread.values() if place not in ("cpu", "disk")}))
+    return len(detect_machine().gpus) if spread == "auto" else 1
+
+
+def _dtype(
+    config: Config,
+    device: str,
+    path: Path,
+    split: CoreSplit,
+    threads: int,
+    kept: Calibration | None,
+    notes: list[str],
+    progress: Progress,
+) -> str:
+    precision = config.models.target.precision
+    if precision != "auto":
+        return _DTYPES[precision]
+    if device != "cpu":
+        notes.append("precision: bfloat16, the default on a GPU")
+        return "bfloat16"
+    if kept is not None:
+        notes.append(f"precision: {kept.dtype}, the faster one here when it was first measured")
+        return kept.dtype
+    progress("measuring the faster precision", None)
+    dtype, seconds = fastest_dtype(path, split.target, threads)
+    measured = ", ".join(f"{name} {value * 500:.1f}" for name, value in seconds.items())
+    notes.append(f"precision: {dtype}, the faster one here (mean of T(1) and T(8) of two layers, ms: {measured})")
+    return dtype
+
+
+def _placement_note(device: str, split: CoreSplit) -> str:
+    target = f"cores {show_cores(split.target)}" if device == "cpu" else f"{device}, core {show_cores(split.target)}"
+    drafts = "; ".join(f"cores {show_cores(cores)}" for cores in split.drafts) or "none"
+    return f"target on {target}; drafts: {drafts}"
+
+
+def _stamp(path: Path | None) -> tuple[object, ...]:
+    """What changes when a model's files do."""
+    if path is None:
+        return ("no draft", platform.machine())
+    files = sorted(file for file in (path.iterdir() if path.is_dir() else [path]) if file.is_file())
+    return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)

@@ -1,0 +1,315 @@
+"""`duo-ray`: generate, check, doctor, quantize."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from duo_ray.config import Config, ConfigError, load_config
+from duo_ray.types import DuoRayError, Finished, Origin, Token
+
+app = typer.Typer(
+    help="Serve an LLM faster: a draft model on idle CPU cores and the target model work at the same time. "
+    "Output is exactly what the target alone would give.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+errors = Console(stderr=True)
+
+COLOURS = {Origin.ACCEPTED: "green", Origin.CORRECTION: "yellow", Origin.BONUS: "cyan", Origin.PLAIN: "default"}
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="Settings file (config.yaml).")]
+Setting = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a setting: --set optimization.max_sequences=2. Repeatable."),
+]
+TargetName = Annotated[
+    str | None, typer.Option("--target", "-t", help='Target model: "demo", a hub id, a directory or a .gguf file.')
+]
+DraftName = Annotated[
+    str | None, typer.Option("--draft", "-d", help='Draft model: "demo", a .gguf file or a directory of them.')
+]
+NoDraft = Annotated[bool, typer.Option("--no-draft", help="The target alone, through the same actors.")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to answer; - reads standard input.")],
+    target: TargetName = None,
+    draft: DraftName = None,
+    no_draft: NoDraft = False,
+    config: ConfigFile = None,
+    setting: Setting = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Complete the text as it stands, without a chat template.")
+    ] = False,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", help="Tokens of the answer, at most.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="Keep the k most probable tokens; 0 keeps all.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="Keep the most probable tokens up to this mass.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option("--min-p", help="Drop tokens below this share of the best one.")
+    ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option("--repetition-penalty", help="1 is off.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option("--presence-penalty", help="0 is off.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option("--frequency-penalty", help="0 is off.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text on this machine.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. Repeatable.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to --max-tokens.")] = False,
+    draft_budget: Annotated[int | None, typer.Option("--draft-budget", help="Fixed gamma for this request.")] = None,
+    max_sequences: Annotated[
+        int | None, typer.Option("--max-sequences", help="Drafted sequences a block may hold.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a timeline for ui.perfetto.dev to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
+    colour: Annotated[
+        bool | None, typer.Option("--color/--no-color", help="Colour tokens by origin; default: in a terminal.")
+    ] = None,
+) -> None:
+    """Answer a prompt; the text streams as it is verified and ends with a line of figures."""
+    with _user_errors():
+        settings = _config(config, setting, target, draft, no_draft)
+        text = sys.stdin.read() if prompt == "-" else prompt
+        messages: Any = (
+            text
+            if system is None
+            else [
+                {"role": "system", "content": system},
+                {"role": "user", "content": text},
+            ]
+        )
+        with _start(settings) as duo:
+            request = duo.request(
+                messages,
+                raw=raw,
+                draft=not no_draft,
+                max_tokens=max_tokens,
+                stop=stop or None,
+                ignore_eos=ignore_eos,
+                draft_budget=draft_budget,
+                max_sequences=max_sequences,
+                trace=trace is not None,
+                seed=seed,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty,
+            )
+            if as_json:
+                answer = duo.generate(request)
+                print(json.dumps(answer.as_dict(), ensure_ascii=False))
+                events = answer.trace
+            else:
+                events = _show(duo.stream(request), colour).trace
+        if trace is not None:
+            from duo_ray.trace import write_trace  # noqa: PLC0415
+
+            write_trace(trace, events)
+            errors.print(f"timeline written to {trace}: open it in ui.perfetto.dev", highlight=False)
+
+
+def _show(stream: Iterator[Token | Finished], colour: bool | None) -> Finished:
+    """Print tokens as they come, in colour where wanted, and the figures at the end."""
+    console = Console(soft_wrap=True, highlight=False)
+    coloured = console.is_terminal if colour is None else colour
+    if coloured:
+        console = Console(soft_wrap=True, highlight=False, force_terminal=True)
+        legend = Text.assemble(*((f" {origin} ", f"reverse {style}") for origin, style in COLOURS.items()))
+        console.print(legend)
+    for item in stream:
+        if isinstance(item, Finished):
+            console.print()
+            errors.print(_figures(item), style="dim", highlight=False)
+            return item
+        if coloured:
+            console.print(Text(item.text, COLOURS[item.origin]), end="")
+        else:
+            sys.stdout.write(item.text)
+            sys.stdout.flush()
+    raise RuntimeError("the stream ended without its end")
+
+
+def _figures(end: Finished) -> str:
+    """One line: what the answer took."""
+    stats: dict[str, Any] = end.stats
+    share = stats["accepted_tokens"] / stats["draft_tokens"] if stats["draft_tokens"] else 0.0
+    return (
+        f"{end.completion_tokens} tokens ({end.reason}), {stats['tokens_per_s']:.1f} tokens/s, first after "
+        f"{stats['ttft_ms']:.0f} ms; {stats['target_steps']} target steps, {stats['accepted_tokens']} of "
+        f"{stats['draft_tokens']} drafted tokens accepted ({share:.0%}); target {stats['t_target_ms']:.0f} ms a step, "
+        f"draft {stats['t_draft_ms']:.0f} ms a token, overhead {stats['round_overhead_ms']['p50']:.1f} ms a step"
+    )
+
+
+@app.command()
+def check(
+    prompts: Annotated[
+        Path, typer.Option(help='JSONL: {"prompt": ...}, {"messages": [...]} or Spec-Bench\'s {"turns": [...]} a line.')
+    ],
+    target: TargetName = None,
+    draft: DraftName = None,
+    config: ConfigFile = None,
+    setting: Setting = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens of each answer.")] = 64,
+    limit: Annotated[int | None, typer.Option(help="Only the first prompts.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Prompts are completed without a chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Is the output really the target's? Every prompt greedily with draft and with the target alone, token by token.
+
+    A difference where the target's two best logits are closer than its precision resolves is a tie, and reported apart;
+    any other one fails the check (exit code 1).
+    """
+    with _user_errors():
+        from duo_ray.equivalence import compare, read_prompts  # noqa: PLC0415
+
+        settings = _config(config, setting, target, draft, False)
+        if settings.models.draft.model is None:
+            raise ConfigError("check compares with and without a draft: give it one (--draft)")
+        tasks = read_prompts(prompts)[:limit]
+        with _start(settings) as duo, _bar(quiet=as_json) as bar:
+            task = bar.add_task("checking", total=len(tasks))
+            results = []
+            for prompt in tasks:
+                results.append(compare(duo, prompt, max_tokens=max_tokens, raw=raw))
+                bar.update(task, advance=1, description=f"checking ({results[-1].verdict})")
+        counts = {verdict: sum(r.verdict == verdict for r in results) for verdict in ("equal", "tie", "different")}
+        if as_json:
+            print(json.dumps({**counts, "results": [result.as_dict() for result in results]}, ensure_ascii=False))
+        else:
+            for result in results:
+                if result.verdict != "equal":
+                    print(result.describe())
+            print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+        raise typer.Exit(1 if counts["different"] else 0)
+
+
+@app.command()
+def doctor(
+    target: TargetName = None,
+    draft: DraftName = None,
+    config: ConfigFile = None,
+    setting: Setting = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Start the pipeline and measure both models.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What this machine is, what would be chosen and why, and what is wrong."""
+    with _user_errors():
+        from duo_ray.doctor import examine  # noqa: PLC0415
+
+        with _bar(quiet=as_json) as bar:
+            task = bar.add_task("examining", total=None)
+            report = examine(
+                lambda: _config(config, setting, target, draft, False),
+                measure=measure,
+                progress=lambda text, share: bar.update(task, description=text, completed=share or 0.0),
+            )
+        if as_json:
+            print(json.dumps(report.as_dict(), ensure_ascii=False))
+        else:
+            report.show(Console(highlight=False))
+        raise typer.Exit(1 if report.problems else 0)
+
+
+@app.command()
+def quantize(
+    source: Annotated[Path, typer.Argument(help="A .gguf file.")],
+    output: Annotated[Path, typer.Argument(help="The .gguf file to write; must not exist.")],
+    type_name: Annotated[str, typer.Option("--type", help="llama.cpp's name: Q2_K, Q4_0, Q4_K_M, Q8_0, ...")],
+    threads: Annotated[int, typer.Option(help="0: all cores.")] = 0,
+) -> None:
+    """Make a smaller, faster draft from a GGUF with llama.cpp's own quantiser."""
+    with _user_errors():
+        from duo_ray.models.llama_cpp import quantize as run  # noqa: PLC0415
+
+        with errors.status(f"quantising {source.name} to {type_name}"):
+            run(source, output, type_name, threads)
+        before, after = source.stat().st_size, output.stat().st_size
+        errors.print(f"{output}: {after / 2**20:.0f} MiB, was {before / 2**20:.0f} MiB", highlight=False)
+
+
+def _config(
+    path: Path | None, settings: list[str] | None, target: str | None, draft: str | None, no_draft: bool
+) -> Config:
+    overrides: dict[str, object] = {}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {setting}: write section.key=value")
+        overrides[key.strip()] = value
+    if no_draft and draft is not None:
+        raise ConfigError("--draft and --no-draft exclude each other")
+    if target is not None:
+        overrides["models.target.model"] = target
+    if draft is not None:
+        overrides["models.draft.model"] = draft
+    if no_draft:
+        overrides["models.draft.model"] = None
+    return load_config(path, overrides)
+
+
+@contextmanager
+def _start(config: Config) -> Iterator[Any]:
+    """A running pipeline, with a progress bar on standard error while it starts."""
+    from duo_ray.session import Duo  # noqa: PLC0415 - Ray is imported only by commands that need it
+
+    with _bar() as bar:
+        task = bar.add_task("starting", total=None)
+
+        def progress(text: str, share: float | None) -> None:
+            bar.update(task, description=text, total=None if share is None else 1.0, completed=share or 0.0)
+
+        duo = Duo(config, progress=progress)
+    with duo:
+        yield duo
+
+
+def _bar(*, quiet: bool = False) -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=errors, transient=True, disable=quiet or not errors.is_terminal)
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """Errors a user can mend end as one line and exit code 2; Ctrl-C and SIGTERM clean up first."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except DuoRayError as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(USAGE_ERROR) from None
+    except KeyboardInterrupt:
+        errors.print("interrupted", style="dim")
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        sys.stderr.close()
+        raise typer.Exit(0) from None
+
+
+def _terminate(number: int, _frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,104 @@
+"""The promise, checked: greedy output with the draft equals the target's own, token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from duo_ray.session import Answer, Duo, Prompt
+from duo_ray.types import DuoRayError, Token
+
+RESOLUTION = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""Relative spacing of the numbers a precision can tell apart (half a unit in the last place); float32 has no excuse."""
+
+LARGEST_LOGIT = 32.0
+"""Logits of language models stay below this: two that differ by less than `RESOLUTION` of it may trade places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One prompt, answered with the draft and by the target alone."""
+
+    prompt: str
+    verdict: str
+    """equal, tie or different."""
+    tokens: int
+    position: int | None = None
+    """First generated token that differs."""
+    gap: float | None = None
+    """Difference of the target's two best logits there, in the run without a draft."""
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "prompt": self.prompt,
+            "verdict": self.verdict,
+            "tokens": self.tokens,
+            "position": self.position,
+            "gap": self.gap,
+        }
+
+    def describe(self) -> str:
+        return (
+            f"{self.verdict} at token {self.position}, where the target's two best logits are {self.gap:.4f} apart: "
+            f"{self.prompt[:70]!r}"
+        )
+
+
+def compare(duo: Duo, prompt: Prompt, *, max_tokens: int, raw: bool = False, **options: Any) -> Comparison:
+    """Answer a prompt twice, greedily, and say whether and where the answers part; options go to the drafted run."""
+    common = {"temperature": 0.0, "max_tokens": max_tokens, "raw": raw, "logprobs": 2}
+    drafted = duo.generate(prompt, **common, **options)
+    alone = duo.generate(prompt, **common, draft=False)
+    return judge(str(prompt), drafted, alone, duo.pipeline.info.target.dtype)
+
+
+def judge(prompt: str, drafted: Answer, alone: Answer, dtype: str) -> Comparison:
+    """Compare two answers whose tokens carry the two best log probabilities each."""
+    parted = _first_difference(drafted.tokens, alone.tokens)
+    if parted is None:
+        return Comparison(prompt, "equal", len(alone.tokens))
+    top = alone.tokens[parted].logprobs if parted < len(alone.tokens) else None
+    gap = top.top[0][1] - top.top[1][1] if top is not None and len(top.top) > 1 else float("inf")
+    tie = RESOLUTION[dtype] > 0 and gap <= RESOLUTION[dtype] * LARGEST_LOGIT
+    return Comparison(prompt, "tie" if tie else "different", len(alone.tokens), parted, gap)
+
+
+def _first_difference(a: Sequence[Token], b: Sequence[Token]) -> int | None:
+    for i, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left.id != right.id:
+            return i
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Prompts of a JSONL file, one object a line: `prompt`, `messages`, or Spec-Bench's `turns` (the first is used).
+
+    Raises:
+        DuoRayError: no such file, or a line that holds none of these, by its number.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DuoRayError(f"{path}: {error.strerror or error}") from None
+    prompts = [_prompt(line, f"{path.name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise DuoRayError(f'{path} has no prompts: write one JSON object a line, such as {{"prompt": "..."}}')
+    return prompts
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise DuoRayError(f"{where}: not JSON: {error}") from None
+    found = None
+    if isinstance(entry, Mapping):
+        turns = entry.get("turns")
+        first = turns[0] if isinstance(turns, list) and turns else None
+        found = next((value for value in (entry.get("prompt"), entry.get("messages"), first) if value), None)
+    if not isinstance(found, str | list):
+        raise DuoRayError(f"{where}: needs `prompt` (a text), `messages` (a list) or `turns` (a list of texts)")
+    return found

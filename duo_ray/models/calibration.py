@@ -1,0 +1,46 @@
+"""What an earlier start measured on this machine with these models: precision and times, kept in the user's cache.
+
+A second start neither measures the precision again nor guesses the first gamma, and a reproducible request finds the
+same times as the last one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_cache_path
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """`dtype` is the target's; `costs` is what `core.gamma.Costs.as_dict` gives."""
+
+    dtype: str
+    costs: dict[str, Any]
+
+
+def calibration_file(*facts: object) -> Path:
+    """Where the calibration for these facts (models, cores, versions, settings that change a time) is kept."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return user_cache_path("duo_ray") / "calibration" / f"{digest}.json"
+
+
+def read_calibration(path: Path) -> Calibration | None:
+    """None where nothing usable is kept."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return Calibration(str(stored["dtype"]), dict(stored["costs"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(asdict(calibration)), encoding="utf-8")
+    temporary.replace(path)

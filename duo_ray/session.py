@@ -1,0 +1,153 @@
+"""A pipeline of one's own, text in and text out: what the command line uses, and any Python program can."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from duo_ray.actors.launch import Pipeline, new_request_id
+from duo_ray.actors.prepare import Prepared, Progress, prepare
+from duo_ray.config import Config, load_config
+from duo_ray.types import Finished, FinishReason, Ids, Request, Token, TraceEvent
+
+Prompt = str | Sequence[Mapping[str, Any]]
+"""A user's text, or a conversation: {"role": ..., "content": ...} each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One finished generation."""
+
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    stats: dict[str, object]
+    trace: tuple[TraceEvent, ...] = ()
+
+    @property
+    def token_ids(self) -> Ids:
+        return tuple(token.id for token in self.tokens)
+
+    def as_dict(self) -> dict[str, object]:
+        """The object that `duo-ray generate --json` prints."""
+        return {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": str(self.finish_reason),
+            "usage": {
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": self.completion_tokens,
+                "total_tokens": self.prompt_tokens + self.completion_tokens,
+            },
+            "stats": self.stats,
+        }
+
+
+class Duo:
+    """Starts a pipeline and answers prompts.
+
+        with Duo() as duo:
+            print(duo.generate("Explain gravity to a child.").text)
+
+    Args:
+        config: settings; None is the demo pair with defaults.
+        progress: told what start-up is busy with.
+    """
+
+    def __init__(self, config: Config | None = None, *, progress: Progress = lambda _text, _share: None) -> None:
+        self.prepared: Prepared = prepare(config or load_config(), progress=progress)
+        self.pipeline = Pipeline(self.prepared.settings, progress=lambda text: progress(text, None))
+        self.prepared.keep_calibration(self.pipeline.info)
+
+    def request(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        draft: bool = True,
+        max_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        ignore_eos: bool = False,
+        draft_budget: int | None = None,
+        max_sequences: int | None = None,
+        trace: bool = False,
+        seed: int | None = None,
+        **sampling: Any,
+    ) -> Request:
+        """A request for this pipeline; what is None or left out comes from the configuration's `sampling` section.
+
+        Args:
+            raw: complete the text as it stands instead of answering it by the chat template.
+            sampling: fields of `SamplingParams`.
+
+        Raises:
+            InvalidRequest: a parameter out of range, by name.
+        """
+        defaults = self.prepared.config.sampling
+        tokenizer = self.prepared.tokenizer
+        if not isinstance(prompt, str):
+            ids = tokenizer.chat(prompt)
+        elif raw or not tokenizer.has_chat_template:
+            ids = tokenizer.encode(prompt)
+        else:
+            ids = tokenizer.chat([{"role": "user", "content": prompt}])
+        seed = defaults.seed if seed is None else seed
+        params = self.prepared.config.sampling_params(seed=secrets.randbits(62))
+        given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
+        return Request(
+            request_id=new_request_id(),
+            prompt=tuple(ids),
+            sampling=replace(params, seed=params.seed if seed is None else seed, **given),
+            max_tokens=defaults.max_tokens if max_tokens is None else max_tokens,
+            stop=tuple(defaults.stop if stop is None else stop),
+            ignore_eos=ignore_eos,
+            draft=draft,
+            reproducible=seed is not None,
+            draft_budget=draft_budget,
+            max_sequences=max_sequences,
+            trace=trace,
+        )
+
+    def stream(self, prompt: Prompt | Request, **options: Any) -> Iterator[Token | Finished]:
+        """Tokens as they become certain, then `Finished`; options as for `request`."""
+        request = prompt if isinstance(prompt, Request) else self.request(prompt, **options)
+        with contextlib.closing(self.pipeline.stream(request)) as items:
+            for item in items:
+                if isinstance(item, Finished):
+                    yield item
+                else:
+                    yield from item.tokens
+
+    def generate(self, prompt: Prompt | Request, **options: Any) -> Answer:
+        """The whole answer; options as for `request`."""
+        tokens: list[Token] = []
+        for item in self.stream(prompt, **options):
+            if isinstance(item, Token):
+                tokens.append(item)
+            else:
+                return answer(tokens, item)
+        raise RuntimeError("the stream ended without its end")
+
+    def close(self) -> None:
+        """Free every process and resource."""
+        self.pipeline.close()
+
+    def __enter__(self) -> Duo:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def answer(tokens: Sequence[Token], end: Finished) -> Answer:
+    """What a stream amounted to."""
+    text = "".join(token.text for token in tokens)
+    return Answer(text, tuple(tokens), end.reason, end.prompt_tokens, end.completion_tokens, end.stats, end.trace)

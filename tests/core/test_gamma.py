@@ -1,0 +1,489 @@
+"""The controller against a simulated loop whose best fixed choice is known exactly."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+
+from duo_ray.core.gamma import Acceptance, Costs, GammaController, Plan, Policy, tokens_per_second
+from tests.core.loop_simulation import Loop, Step, World, best_plan, earned, plain_rate, rate
+
+RATIOS = (2.0, 3.5, 7.0, 12.0, 24.0, 40.0)
+ACCEPTANCES = (0.05, 0.3, 0.5, 0.65, 0.8, 0.9, 0.97, 1.0)
+
+
+def calibrated(world: World) -> Costs:
+    costs = Costs()
+    for tokens in (1, 8):
+        costs.observe_target(tokens, world.target(tokens))
+    costs.observe_draft(1, world.draft(1))
+    costs.observe_overhead(world.overhead)
+    return costs
+
+
+def known(token: float, head: float, trials: int = 100) -> Acceptance:
+    acceptance = Acceptance()
+    for i in range(trials):
+        hit = int(token * (i + 1)) - int(token * i)
+        acceptance.observe(1, hit, int(head * (i + 1)) > int(head * i))
+    return acceptance
+
+
+def start(world: World, seed: int, policy: Policy | None = None) -> tuple[Loop, GammaController, Costs]:
+    costs = calibrated(world)
+    return Loop(world, seed), GammaController(policy or Policy(), costs, Acceptance()), costs
+
+
+@cache
+def best_rate(ratio: float, token: float) -> float:
+    world = World(ratio=ratio, token=token)
+    return rate(world, best_plan(world))
+
+
+def share_of_best(steps: list[Step], world: World, best: float) -> float:
+    rates = {plan: rate(world, plan) for plan in {step.plan for step in steps}}
+    return float(np.mean([rates[step.plan] for step in steps])) / best
+
+
+def slower_target(factor: float) -> World:
+    return World(target=lambda n: factor * (1.0 + 0.015 * (n - 1)))
+
+
+# --- the model of the loop
+
+
+@pytest.mark.parametrize(
+    ("ratio", "token", "published", "sequential", "lead"),
+    [
+        (3.5, 0.65, 1.49, 1.30, 1.51),
+        (7, 0.8, 2.37, 2.06, 2.48),
+        (12, 0.65, 1.65, 1.82, 1.92),
+        (12, 0.9, 4.05, 3.44, 4.29),
+        (24, 0.8, 2.50, 2.96, 3.12),
+    ],
+)
+def test_the_published_loop_loses_to_a_lead_as_designed(
+    ratio: float, token: float, published: float, sequential: float, lead: float
+) -> None:
+    world = World(ratio=ratio, token=token)
+    assert max(rate(world, Plan(0, g, True, "")) for g in range(1, 33)) == pytest.approx(published, rel=0.02)
+    assert max(rate(world, Plan(n, 0, False, "")) for n in range(1, 33)) == pytest.approx(sequential, rel=0.02)
+    assert rate(world, best_plan(world)) == pytest.approx(lead, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(0, 7, True, ""), Plan(2, 7, True, ""), Plan(5, 0, False, ""), Plan(3, 2, True, "")]
+)
+def test_the_simulated_loop_earns_what_the_formula_says(plan: Plan) -> None:
+    world = World(ratio=7, token=0.8, head=0.6, overhead=0.05)
+    loop = Loop(world, seed=1)
+    assert earned([loop.step(plan) for _ in range(5000)]) == pytest.approx(rate(world, plan), rel=0.03)
+
+
+@pytest.mark.parametrize(("token", "head"), [(0.0, 0.5), (0.3, 0.9), (0.8, 0.6), (1.0, 0.7), (1.0, 1.0)])
+def test_tokens_per_second_is_the_exact_rate_of_the_chain(token: float, head: float) -> None:
+    world = World(ratio=7, token=token, head=head, overhead=0.05)
+    costs = Costs()
+    for tokens in (1, 2, 3, 6, 8):
+        for _ in range(20):
+            costs.observe_target(tokens, world.target(tokens))
+    costs.observe_draft(1, world.draft(1))
+    costs.observe_overhead(world.overhead)
+    leads, gammas = np.array([0.0, 2.0, 5.0]), np.array([0.0, 2.0, 8.0])
+    table = tokens_per_second(leads, gammas, costs, token=token, head=head)
+    exact = [[rate(world, Plan(int(n), int(g), g > 0, "")) for g in gammas] for n in leads]
+    np.testing.assert_allclose(table, exact, rtol=0.01)
+
+
+# --- what the controller earns
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("token", ACCEPTANCES)
+def test_after_20_steps_the_choices_are_within_5_percent_of_the_best(ratio: float, token: float) -> None:
+    world = World(ratio=ratio, token=token, noise=0.05)
+    steps: list[Step] = []
+    for seed in range(3):
+        loop, controller, costs = start(world, seed)
+        steps += list(loop.run(controller, costs, 80))[20:]
+    assert share_of_best(steps, world, best_rate(ratio, token)) >= 0.95
+
+
+@pytest.mark.parametrize("ratio", [2.0, 7.0, 24.0])
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations((0.05, 0.3, 0.65, 0.9, 1.0), 2)])
+def test_a_change_of_acceptance_is_followed_within_20_steps(ratio: float, before: float, after: float) -> None:
+    world, changed = World(ratio=ratio, token=before, noise=0.05), World(ratio=ratio, token=after, noise=0.05)
+    steps: list[Step] = []
+    for seed in range(3):
+        loop, controller, costs = start(world, seed)
+        list(loop.run(controller, costs, 60))
+        loop.world = changed
+        steps += list(loop.run(controller, costs, 80))[20:]
+    assert share_of_best(steps, changed, best_rate(ratio, after)) >= 0.95
+
+
+@pytest.mark.parametrize("token", [0.3, 0.65, 0.9])
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations((2.0, 7.0, 24.0), 2), (7.0, 0.5)])
+@pytest.mark.parametrize("which", ["draft", "target"])
+def test_a_change_of_speed_is_followed_within_20_steps(token: float, before: float, after: float, which: str) -> None:
+    world = World(ratio=before, token=token, noise=0.05)
+    factor = after / before if which == "target" else 1.0
+    changed = World(ratio=after, token=token, noise=0.05, target=slower_target(factor).target)
+    steps: list[Step] = []
+    for seed in range(2):
+        loop, controller, costs = start(world, seed)
+        list(loop.run(controller, costs, 60))
+        loop.world = changed
+        steps += list(loop.run(controller, costs, 60))[20:]
+    assert share_of_best(steps, changed, best_rate(after, token) / factor) >= 0.95
+
+
+@pytest.mark.parametrize("ratio", [0.5, *RATIOS])
+@pytest.mark.parametrize("token", [0.0, 0.05, 0.15])
+def test_a_useless_draft_costs_under_3_percent_of_a_run(ratio: float, token: float) -> None:
+    world = World(ratio=ratio, token=token, noise=0.05)
+    for seed in range(3):
+        loop, controller, costs = start(world, seed)
+        assert earned(list(loop.run(controller, costs, 150))) >= 0.97 * plain_rate(world)
+
+
+def test_a_concave_target_curve_with_overhead_and_pauses_is_no_obstacle() -> None:
+    world = World(
+        ratio=7,
+        token=0.8,
+        overhead=0.1,
+        noise=0.1,
+        pauses=0.02,
+        target=lambda n: float(np.interp(n, [1, 8, 32, 65], [0.081, 0.168, 0.2, 0.25])) / 0.081,
+    )
+    steps: list[Step] = []
+    for seed in range(4):
+        loop, controller, costs = start(world, seed)
+        steps += list(loop.run(controller, costs, 100))[20:]
+    assert share_of_best(steps, world, rate(world, best_plan(world))) >= 0.95
+
+
+def test_acceptance_that_falls_along_a_block_is_no_obstacle() -> None:
+    world = World(ratio=12, token=0.0, head=0.7, noise=0.05, by_position=lambda i: 0.95 * 0.93**i)
+    steps: list[Step] = []
+    for seed in range(4):
+        loop, controller, costs = start(world, seed)
+        steps += list(loop.run(controller, costs, 100))[20:]
+    assert earned(steps) >= 0.93 * rate(world, best_plan(world))
+
+
+def test_blocks_of_two_sequences_are_planned_by_the_tail_they_yield() -> None:
+    world = World(ratio=12, token=0.8, head=0.9, noise=0.05, share=0.5)
+    loop, controller, costs = start(world, 0)
+    steps = list(loop.run(controller, costs, 120))[20:]
+    assert share_of_best(steps, world, rate(world, best_plan(world))) >= 0.95
+
+
+# --- plain decoding and back
+
+
+def test_a_draft_slower_than_the_target_ends_plain() -> None:
+    loop, controller, costs = start(World(ratio=0.5, token=0.9), 0)
+    steps = list(loop.run(controller, costs, 100))
+    assert sum(step.plan.gamma + step.plan.lead for step in steps) <= 3
+    assert steps[-1].plan == Plan(0, 0, False, steps[-1].plan.reason)
+    assert "x of plain decoding" in steps[-1].plan.reason
+
+
+def test_a_draft_that_recovers_is_found_out_by_a_paid_probe() -> None:
+    loop, controller, costs = start(World(ratio=0.5, token=0.9), 0)
+    list(loop.run(controller, costs, 100))
+    loop.world = World(ratio=12, token=0.9)
+    steps = list(loop.run(controller, costs, 100))
+    first = next(i for i, step in enumerate(steps) if step.plan.reason == "auto")
+    assert first <= 60
+    assert all(step.plan.reason == "auto" for step in steps[first + 5 :])
+
+
+def test_drafting_resumes_when_acceptance_recovers() -> None:
+    loop, controller, costs = start(World(ratio=7, token=0.02), 0)
+    assert next(reversed(list(loop.run(controller, costs, 120)))).plan.reason.startswith(("plain", "probe"))
+    loop.world = World(ratio=7, token=0.9)
+    assert [step.plan.reason for step in loop.run(controller, costs, 40)][20:] == ["auto"] * 20
+
+
+def test_probes_back_off_and_fit_beside_the_target() -> None:
+    loop, controller, costs = start(World(ratio=7, token=0.0), 0)
+    steps = list(loop.run(controller, costs, 200))[100:]
+    probes = [i for i, step in enumerate(steps) if step.plan.reason == "probe"]
+    assert set(np.diff(probes)) == {8}
+    assert all(loop.world.block_seconds(steps[i].plan.gamma) < loop.world.target(1) for i in probes)
+
+
+def test_probes_that_cost_time_are_paid_from_two_percent() -> None:
+    world = World(ratio=0.8, token=0.5)
+    loop, controller, costs = start(world, 0)
+    steps = list(loop.run(controller, costs, 1000))
+    assert sum(step.plan.reason == "probe" for step in steps) >= 2
+    assert sum(step.seconds - world.target(1) for step in steps) <= 0.021 * 1000 * world.target(1)
+
+
+def test_without_overlap_a_probe_is_a_short_lead() -> None:
+    loop, controller, costs = start(World(ratio=7, token=0.0), 0, Policy(overlap=False))
+    probes = [step.plan for step in loop.run(controller, costs, 200) if step.plan.reason == "probe"]
+    assert probes
+    assert all(plan.lead in range(1, 5) and plan.gamma == 0 and not plan.overlap for plan in probes)
+
+
+def test_a_probe_respects_a_fixed_budget() -> None:
+    loop, controller, costs = start(World(ratio=7, token=0.0), 0, Policy(draft_budget=6))
+    assert {step.plan.gamma for step in loop.run(controller, costs, 200)} == {0, 6}
+
+
+def test_a_probe_respects_a_fixed_lead_without_overlap() -> None:
+    loop, controller, costs = start(World(ratio=7, token=0.0), 0, Policy(overlap=False, lead=3))
+    assert {step.plan.lead for step in loop.run(controller, costs, 300)} == {0, 3}
+
+
+def test_without_fallback_it_never_goes_plain() -> None:
+    loop, controller, costs = start(World(ratio=0.5, token=0.05), 0, Policy(fallback=False))
+    assert all(step.plan.gamma + step.plan.lead > 0 for step in loop.run(controller, costs, 60))
+
+
+# --- plans
+
+
+def test_it_starts_from_the_published_ratio() -> None:
+    world = World(ratio=9)
+    assert GammaController(Policy(), calibrated(world), Acceptance()).plan().gamma == 9
+    assert GammaController(Policy(gamma_scale=1.1), calibrated(world), Acceptance()).plan().gamma == 10
+    assert GammaController(Policy(gamma_max=4), calibrated(world), Acceptance()).plan().gamma == 4
+
+
+def test_before_any_measurement_the_target_is_taken_for_5_times_as_slow() -> None:
+    costs = Costs()
+    assert GammaController(Policy(), costs, Acceptance()).plan().gamma == 5
+    costs.observe_draft(1, 0.002)
+    assert costs.target_seconds(1) == pytest.approx(0.01)
+    costs = Costs()
+    costs.observe_target(1, 0.02)
+    assert costs.draft_seconds(1) == pytest.approx(0.004)
+
+
+def test_gamma_scale_moves_the_budget_in_its_direction() -> None:
+    costs, acceptance = calibrated(World(ratio=12)), known(0.9, 0.9)
+    low, middle, high = (
+        GammaController(Policy(gamma_scale=scale, lead=0), costs, acceptance).plan().gamma for scale in (0.9, 1.0, 1.1)
+    )
+    assert low < middle < high
+
+
+@pytest.mark.parametrize(
+    ("policy", "lead", "gamma", "overlap"),
+    [
+        (Policy(draft_budget=6, lead=2), 2, 6, True),
+        (Policy(draft_budget=6, lead=0, overlap=True), 0, 6, True),
+        (Policy(draft_budget=6, overlap=False), 6, 0, False),
+        (Policy(draft_budget=6, lead=4, overlap=False), 4, 0, False),
+        (Policy(draft_budget=40, lead=0, gamma_max=8), 0, 40, True),
+    ],
+)
+def test_fixed_settings_leave_one_plan(policy: Policy, lead: int, gamma: int, overlap: bool) -> None:
+    controller = GammaController(policy, calibrated(World(ratio=40)), known(0.95, 0.95))
+    assert controller.plan() == Plan(lead, gamma, overlap, "fixed")
+
+
+def test_overlap_alone_excludes_the_sequential_loop() -> None:
+    loop, controller, costs = start(World(ratio=40, token=0.5, head=0.0), 0, Policy(overlap=True, fallback=False))
+    assert all(step.plan.overlap and step.plan.gamma >= 1 for step in loop.run(controller, costs, 60))
+
+
+def test_sequential_leads_stay_within_the_bounds_of_gamma() -> None:
+    loop, controller, costs = start(World(ratio=12, token=0.9), 0, Policy(overlap=False, gamma_min=3, gamma_max=5))
+    assert {step.plan.lead for step in loop.run(controller, costs, 40)} <= {3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    "policy", [Policy(draft_budget=0), Policy(draft_budget=0, lead=3), Policy(lead=0, overlap=False)]
+)
+def test_nothing_to_draft_is_plain_decoding(policy: Policy) -> None:
+    plan = GammaController(policy, calibrated(World()), Acceptance()).plan()
+    assert (plan.lead, plan.gamma, plan.overlap) == (0, 0, False)
+    assert "configuration" in plan.reason
+
+
+def test_the_same_observations_give_the_same_plans() -> None:
+    runs = []
+    for _ in range(2):
+        loop, controller, costs = start(World(ratio=7, token=0.7, noise=0.1, pauses=0.05), 3)
+        runs.append([step.plan for step in loop.run(controller, costs, 100)])
+    assert runs[0] == runs[1]
+
+
+def test_equal_choices_do_not_flap() -> None:
+    loop, controller, costs = start(World(ratio=7, token=0.8, noise=0.02), 0)
+    plans = [step.plan for step in loop.run(controller, costs, 200)][50:]
+    assert sum(a != b for a, b in itertools.pairwise(plans)) <= 30
+
+
+def test_what_a_request_learns_is_shared_with_the_next() -> None:
+    pooled = Acceptance()
+    controller = GammaController(Policy(), calibrated(World()), pooled)
+    for _ in range(30):
+        controller.observe(proposed=4, accepted=0, bet_won=None, gamma=0, best_tail=None)
+    assert pooled.token < 0.1
+    assert GammaController(Policy(), calibrated(World()), pooled).acceptance.token == pooled.token
+
+
+def test_a_request_does_not_see_what_others_learn_meanwhile() -> None:
+    pooled = Acceptance()
+    controller = GammaController(Policy(), calibrated(World()), pooled)
+    pooled.observe(10, 0, None)
+    assert controller.acceptance.token == Acceptance().token
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("draft_budget", -1),
+        ("draft_budget", 65),
+        ("gamma_scale", 1.2),
+        ("gamma_min", 0),
+        ("gamma_min", 33),
+        ("gamma_max", 65),
+        ("lead", -1),
+    ],
+)
+def test_a_policy_out_of_range_is_refused_by_name(setting: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{setting}={value}"):
+        Policy(**{setting: value})  # type: ignore[arg-type]
+
+
+# --- costs
+
+
+def test_a_concave_curve_is_learned_and_interpolated() -> None:
+    costs = Costs()
+    for _ in range(10):
+        for tokens, seconds in ((1, 0.081), (8, 0.168), (32, 0.2)):
+            costs.observe_target(tokens, seconds)
+    assert [costs.target_seconds(n) for n in (1, 8, 32)] == pytest.approx([0.081, 0.168, 0.2], rel=0.03)
+    assert 0.168 < costs.target_seconds(16) < 0.2
+
+
+def test_a_longer_pass_never_looks_cheaper() -> None:
+    costs = Costs()
+    for _ in range(20):
+        costs.observe_target(1, 0.1)
+        costs.observe_target(2, 0.09)
+    assert costs.target_seconds(2) >= costs.target_seconds(1)
+
+
+def test_one_pass_moves_the_whole_curve() -> None:
+    costs = calibrated(World())
+    for _ in range(5):
+        costs.observe_target(8, 3 * World().target(8))
+    assert costs.target_seconds(1) == pytest.approx(3.0, rel=0.15)
+
+
+def test_two_paused_passes_change_nothing() -> None:
+    costs = calibrated(World())
+    before = costs.target_seconds(1)
+    costs.observe_target(1, 50.0)
+    costs.observe_target(1, 50.0)
+    assert costs.target_seconds(1) == before
+
+
+def test_a_draft_that_got_faster_is_believed_at_once() -> None:
+    costs = calibrated(World(ratio=1))
+    costs.observe_draft(1, 0.1)
+    assert costs.draft_seconds(1) == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_impossible_times_are_not_learned_from(seconds: float) -> None:
+    costs = calibrated(World())
+    before = costs.as_dict()
+    costs.observe_target(1, seconds)
+    costs.observe_draft(1, seconds)
+    assert costs.as_dict() == before
+
+
+def test_prefill_is_not_learned_from() -> None:
+    costs = calibrated(World())
+    before = costs.as_dict()
+    costs.observe_target(512, 9.0)
+    assert costs.as_dict() == before
+
+
+def test_overhead_is_the_median_of_late() -> None:
+    costs = Costs()
+    for seconds in (0.002, 0.003, 9.0, -0.1, 0.004, math.nan):
+        costs.observe_overhead(seconds)
+    assert costs.overhead == 0.003
+
+
+def test_frozen_costs_ignore_observations_and_leave_the_original_alone() -> None:
+    costs = calibrated(World())
+    frozen = costs.frozen()
+    before = frozen.as_dict()
+    for each in (frozen, costs):
+        each.observe_target(1, 1.3)
+        each.observe_draft(1, 0.2)
+        each.observe_overhead(0.5)
+    assert frozen.as_dict() == before
+    assert costs.as_dict() != before
+
+
+def test_a_calibration_survives_json() -> None:
+    costs = Costs()
+    for _ in range(10):
+        for tokens, seconds in ((1, 0.081), (8, 0.168), (32, 0.2)):
+            costs.observe_target(tokens, seconds)
+        for width, seconds in ((1, 0.025), (4, 0.055)):
+            costs.observe_draft(width, seconds)
+        costs.observe_overhead(0.003)
+    again = Costs.from_dict(json.loads(json.dumps(costs.as_dict())))
+    assert again.overhead == costs.overhead
+    for n in (1, 8, 32):
+        assert again.target_seconds(n) == pytest.approx(costs.target_seconds(n), rel=0.05)
+    for width in (1, 4):
+        assert again.draft_seconds(width) == pytest.approx(costs.draft_seconds(width), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "stored", [{}, {"target": 3, "draft": {}, "overhead": 0}, {"target": {"x": 1}, "draft": {}, "overhead": 0}]
+)
+def test_an_unreadable_calibration_says_what_to_do(stored: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="delete it to measure anew"):
+        Costs.from_dict(stored)
+
+
+# --- acceptance
+
+
+def test_acceptance_is_optimistic_until_told_otherwise() -> None:
+    acceptance = Acceptance()
+    assert not acceptance.known
+    assert (acceptance.token, acceptance.head) == (0.8, 0.7)
+    acceptance.observe(0, 0, None)
+    assert not acceptance.known
+
+
+@pytest.mark.parametrize(("before", "after"), [(1.0, 0.3), (0.3, 1.0), (0.9, 0.0)])
+def test_acceptance_follows_a_sudden_change(before: float, after: float) -> None:
+    acceptance = known(before, before)
+    for i in range(20):
+        hit = int(after * (i + 1)) > int(after * i)
+        acceptance.observe(1, int(hit), hit)
+    assert acceptance.token == pytest.approx(after, abs=0.15)
+    assert acceptance.head == pytest.approx(after, abs=0.15)
+
+
+def test_a_copy_of_acceptance_lives_its_own_life() -> None:
+    acceptance = known(0.5, 0.5)
+    twin = acceptance.copy()
+    assert (twin.token, twin.head) == (acceptance.token, acceptance.head)
+    twin.observe(5, 0, False)
+    assert twin.token < acceptance.token
+    assert twin.head < acceptance.head
