@@ -268,7 +268,8 @@ class _Chance:
         self._long = self._decayed(self._long, self._LONG**trials, yes, trials)
         self._short = self._decayed(self._short, self._SHORT**trials, yes, trials)
         if self._short[1] * _divergence(self._short[0] / self._short[1], self.value) > self._CONTRADICTION:
-            self._long = self._short
+            # The short memory still holds a part of the past: what comes next shall count for more.
+            self._long = self._short = (self._short[0] / 2.0, self._short[1] / 2.0)
 
     @staticmethod
     def _decayed(counts: tuple[float, float], decay: float, yes: int, trials: int) -> tuple[float, float]:
@@ -361,8 +362,9 @@ def tokens_per_second(
         costs.target_curve(leads + 1.0)[:, None], drafting[None, :]
     )
     hand_seconds = np.maximum(costs.target_curve(tails + 1.0), drafting) + costs.overhead
-    to_hand = a ** leads[:, None] * np.where(gammas > 0, head, 0.0)[None, :]
-    leave = 1.0 - a**tails * head
+    bet = np.where(gammas > 0, head, 0.0)
+    to_hand = a ** leads[:, None] * bet
+    leave = 1.0 - a**tails * bet
     tokens = leave * (1.0 + accepted(leads))[:, None] + to_hand * (1.0 + accepted(tails))
     return np.asarray(tokens / (leave * empty_seconds + to_hand * hand_seconds))
 
@@ -376,7 +378,7 @@ class GammaController:
 
     Plain decoding begins when no plan is expected to be 1% faster, and ends when one is expected to be 4% faster. In
     between, small probes beside the target's pass keep the estimates alive: each after twice as many steps as the one
-    before (up to 8 where they fit beside the pass, 256 where they do not), and only when the time a probe may cost has
+    before (up to 4 where they fit beside the pass, 256 where they do not), and only when the time a probe may cost has
     been saved up from 2% of the time of plain decoding. A bet won by a probe is followed by another at once.
     """
 
@@ -384,7 +386,7 @@ class GammaController:
     _SWITCH = 1.01
     _PROBE_SHARE = 0.02
     _SAVED_STEPS = 2.0
-    _FREE_GAP, _LONGEST_GAP = 8, 256
+    _FREE_GAP, _LONGEST_GAP = 4, 256
 
     def __init__(self, policy: Policy, costs: Costs, acceptance: Acceptance) -> None:
         self.acceptance = acceptance.copy()

