@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duo_ray import hardware
@@ -95,6 +95,7 @@ class TestSplit:
         actors=st.none() | st.integers(1, 12),
         on_gpu=st.booleans(),
     )
+    @settings(deadline=None)
     def test_shares_are_disjoint_and_never_empty(self, sizes: list[int], actors: int | None, on_gpu: bool) -> None:
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         nodes = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -384,7 +384,7 @@ class GammaController:
 
     _LEAVE, _RETURN = 1.01, 1.04
     _SWITCH = 1.01
-    _PROBE_SHARE = 0.02
+    _PROBE_SHARE = 0.015
     _SAVED_STEPS = 2.0
     _FREE_GAP, _LONGEST_GAP = 4, 256
 
@@ -456,28 +456,36 @@ class GammaController:
         )
 
     def _probe(self) -> Plan | None:
-        """A small block, if one is due and paid for."""
+        """A small block, if one is due and paid for; a lead of one token besides, if that is paid for too."""
         costs, policy = self._costs, self._policy
-        second = costs.target_seconds(1)
         self._wait -= 1
-        fits = int(second / costs.draft_seconds(1)) - 1  # one decode less: the draft has to catch up with the context
+        if self._wait > 0:
+            return None
+        second, token = costs.target_seconds(1), costs.draft_seconds(1)
+        fits = int(second / token) - 1  # one decode less: the draft has to catch up with the context
         # With a draft slower than the target its speed is in doubt, not its guesses: one token tells.
         size = min(max(fits, 2), 4) if fits >= 0 else 1
-        size = (
-            min(max(size, policy.gamma_min), policy.gamma_max) if policy.draft_budget is None else policy.draft_budget
-        )
-        drafting = size * costs.draft_seconds(1)
+        size = min(max(size, policy.gamma_min), policy.gamma_max) if policy.draft_budget is None else policy.draft_budget
         if policy.overlap is False:
-            size = policy.lead or size
-            cost = drafting + costs.target_seconds(size + 1) - second
+            plan = Plan(policy.lead or size, 0, False, "probe")
+            block = 0.0
         else:
-            cost = max(0.0, drafting - second) + self.acceptance.head * (costs.target_seconds(size) - second)
-        if self._wait > 0 or cost > self._savings:
+            plan = Plan(0, size, True, "probe")
+            block = max(0.0, size * token - second) + self.acceptance.head * (costs.target_seconds(size) - second)
+        cost = block + self._lead_cost(plan.lead)
+        if plan.lead == 0 and policy.lead is None and block + self._lead_cost(1) <= self._savings:
+            plan, cost = replace(plan, lead=1), block + self._lead_cost(1)
+        if cost > self._savings:
             return None
         self._savings -= cost
-        self._gap = min(2 * self._gap, self._FREE_GAP if drafting <= second else self._LONGEST_GAP)
+        self._gap = min(2 * self._gap, self._FREE_GAP if size * token <= second else self._LONGEST_GAP)
         self._wait = self._gap
-        return Plan(size, 0, False, "probe") if policy.overlap is False else Plan(0, size, True, "probe")
+        return plan
+
+    def _lead_cost(self, lead: int) -> float:
+        """Seconds a lead adds to plain decoding when none of it is accepted."""
+        costs = self._costs
+        return lead * costs.draft_seconds(1) + costs.target_seconds(lead + 1) - costs.target_seconds(1)
 
 
 def _choices(policy: Policy) -> tuple[Array, Array, NDArray[np.bool_]]:

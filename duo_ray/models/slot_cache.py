@@ -219,14 +219,14 @@ class SlotRunner:
     """
 
     def __init__(self, model: Any, *, slots: int, max_context: int, graphs: bool = False) -> None:
-        self._model, self._graphs_wanted = model, graphs
+        self._model, self.graphs = model, graphs
         self._device: torch.device = model.get_input_embeddings().weight.device
         config = model.config.get_text_config(decoder=True)
         self._windows = layer_windows(config)
         columns = -(-(max_context + 1) // _KEY_BUCKET) * _KEY_BUCKET
         self._trash = columns - 1  # never a real token's: there is at least one column more than any request can use
         self.cache = SlotCache(config.num_hidden_layers, slots, columns)
-        self._graphs: OrderedDict[PassShape, _Graph] = OrderedDict()
+        self._captured: OrderedDict[PassShape, _Graph] = OrderedDict()
         self._pool: Any = None  # memory shared by all graphs: only the latest replay's logits are ever read
 
     def forward(self, segments: Sequence[Segment]) -> Tensor:
@@ -241,7 +241,7 @@ class SlotRunner:
         slots = [s.slot for s in segments]
         width, keep = max(len(s.ids) for s in segments), max(1, *(s.keep for s in segments))
         keys = max(s.start + len(s.ids) for s in segments)
-        if self._graphs_wanted:
+        if self.graphs:
             width, keep, keys = _power_of_two(width), _power_of_two(keep), _power_of_two(keys)
         keys = min(-(-keys // _KEY_BUCKET) * _KEY_BUCKET, self.cache.columns)
         consecutive = slots == list(range(slots[0], slots[0] + len(slots)))
@@ -259,7 +259,7 @@ class SlotRunner:
 
     def run(self, flat: Tensor, shape: PassShape) -> Tensor:
         """Logits `[rows, keep, V]` of a prepared pass: replayed where a graph serves its shape, else by `call`."""
-        if self._graphs_wanted and shape.width <= _MAX_GRAPH_WIDTH:
+        if self.graphs and shape.width <= _MAX_GRAPH_WIDTH:
             return self._replay(flat, shape)
         return self.call(flat.to(self._device), shape)
 
@@ -278,12 +278,12 @@ class SlotRunner:
         return logits
 
     def _replay(self, flat: Tensor, shape: PassShape) -> Tensor:
-        graph = self._graphs.get(shape)
+        graph = self._captured.get(shape)
         if graph is None:
-            if len(self._graphs) == _MAX_GRAPHS:
-                self._graphs.popitem(last=False)
-            graph = self._graphs[shape] = self._capture(flat, shape)
-        self._graphs.move_to_end(shape)
+            if len(self._captured) == _MAX_GRAPHS:
+                self._captured.popitem(last=False)
+            graph = self._captured[shape] = self._capture(flat, shape)
+        self._captured.move_to_end(shape)
         graph.inputs.copy_(flat)
         graph.graph.replay()
         return graph.logits

@@ -16,7 +16,7 @@ from duo_ray.core.sampling import Purpose, uniform
 from duo_ray.core.verify import Row
 from duo_ray.types import Ids, NonFiniteLogits, SamplingParams, TokenLogprobs
 
-_FIRST_NUCLEUS = 1024  # tokens looked at first for top-p; nearly always enough
+_FIRST_NUCLEUS = 128  # tokens looked at first for top-p; nearly always enough
 
 
 class TargetRows:
@@ -128,19 +128,122 @@ def penalise(logits: Tensor, ids: Sequence[int], start: int, prompt_length: int,
         out.index_add_(1, _on(out, tokens), torch.tensor(values, dtype=out.dtype, device=out.device).expand(rows, -1))
     if not params.penalised:
         return out
-    before = _on(out, ids[: start + rows - 1])
-    seen = torch.zeros(rows, vocab, dtype=torch.bool, device=out.device)
-    counts = torch.zeros_like(out)
+    seen, where = _on(out, ids[: start + rows - 1]).unique(return_inverse=True)  # only these ids' logits change
+    scores = out[:, seen]
+    present = torch.zeros(scores.shape, dtype=torch.bool, device=out.device)
+    counts = torch.zeros_like(scores)
     for j in range(rows):
-        written = before[prompt_length : start + j]
-        seen[j].index_fill_(0, before[: start + j], True)
+        present[j].index_fill_(0, where[: start + j], True)
+        written = where[prompt_length : start + j]
         counts[j].index_add_(0, written, counts.new_ones(len(written)))
     penalty = params.repetition_penalty
     if penalty != 1.0:
-        out = torch.where(seen, torch.where(out > 0, out / penalty, out * penalty), out)
+        scores = torch.where(present, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
     if params.presence_penalty or params.frequency_penalty:
-        out -= torch.where(counts > 0, params.presence_penalty + params.frequency_penalty * counts, 0.0)
-    return out
+        scores -= torch.where(counts > 0, params.presence_penalty + params.frequency_penalty * counts, 0.0)
+    return out.index_copy_(1, seen, scores)
+
+
+def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Penalised, finite logits `[r, V]` -> probabilities, float64 `[r, V]`; temperature above 0."""
+    logits = logits.double()
+    weights = ((logits - logits.amax(-1, keepdim=True)) / params.temperature).exp()
+    probs = weights / weights.sum(-1, keepdim=True)
+    vocab = probs.shape[-1]
+    best: Tensor | None = None  # where top-k or top-p cut, only their few tokens are handled from here on
+    ids = torch.empty(0)
+    if 0 < params.top_k < vocab:
+        best, ids = _most_probable(probs, params.top_k)
+        best = _renormalise(best)
+    if params.top_p < 1.0:
+        if best is None:
+            best, ids = _nucleus(probs, params.top_p)
+        best = _renormalise(torch.where(_mass_before(best) < params.top_p, best, 0.0))
+    kept = probs if best is None else best
+    if params.min_p > 0.0:
+        kept = _renormalise(torch.where(kept >= params.min_p * kept.amax(-1, keepdim=True), kept, 0.0))
+    return kept if best is None else torch.zeros_like(probs).scatter_(-1, ids, kept)
+
+
+def draw(self, i: int, u: float) -> int:
+        """The token the target draws after the first i block tokens."""
+        return int(self.logits(i).max(-1).indices) if self._params.greedy else draw(self.probs(i), u)
+
+    def among_best(self, i: int, token: int, count: int) -> bool:
+        """Whether `token` is one of the `count` largest logits of row i, ties to the lower id."""
+        row = self.logits(i)
+        better = (row > row[token]).sum() + (row[:token] == row[token]).sum()
+        return int(better) < count
+
+
+def verify(
+    rows: TargetRows, block: Ids, q: Sequence[Row] | None, params: SamplingParams, position: int
+) -> tuple[int, int]:
+    """How many tokens of `block` stay, and the token that follows them: the rule of `core.verify.verify`.
+
+    Args:
+        q: the draft's truncated distribution for each block token; None for a deterministic proposal.
+        position: index of the block's first token in the request's ids; keys the random numbers.
+    """
+
+    def chance(i: int, purpose: Purpose) -> float:
+        return uniform(params.seed, position + i, purpose)
+
+    for i, drafted in enumerate(block):
+        if params.acceptance_top_k and rows.among_best(i, drafted, params.acceptance_top_k):
+            continue
+        if q is None or params.greedy:  # a greedy target keeps its own argmax, whatever the draft's q
+            drawn = rows.draw(i, chance(i, Purpose.TOKEN))
+            if drawn != drafted:
+                return i, drawn
+            continue
+        ids, probs = q[i]
+        p = rows.probs(i)
+        drafted_chance = float(probs[ids == drafted].max(initial=0.0))
+        if chance(i, Purpose.ACCEPT) * drafted_chance >= float(p[drafted]):
+            return i, draw(residual(p, q[i]), chance(i, Purpose.TOKEN))
+    return len(block), rows.draw(len(block), chance(len(block), Purpose.TOKEN))
+
+
+def verify_greedy(block: Ids, best: Sequence[int], largest: Sequence[float]) -> tuple[int, int]:
+    """`verify` at temperature 0 without penalties, from the argmax and the largest logit of each of the n + 1 rows.
+
+    Raises:
+        NonFiniteLogits: a row that was needed is broken.
+    """
+    accepted = next((i for i, drafted in enumerate(block) if drafted != best[i]), len(block))
+    for value in largest[: accepted + 1]:
+        check_finite(value)
+    return accepted, best[accepted]
+
+
+def penalise(logits: Tensor, ids: Sequence[int], start: int, prompt_length: int, params: SamplingParams) -> Tensor:
+    """Raw logits `[r, V]` -> biased and penalised, float32 or 64; row j predicts `ids[start + j]` from those before."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if not (params.logit_bias or params.penalised):
+        return logits
+    out = logits.clone()
+    rows, vocab = out.shape
+    bias = [(token, value) for token, value in params.logit_bias if token < vocab]
+    if bias:
+        tokens, values = zip(*bias, strict=True)
+        out.index_add_(1, _on(out, tokens), torch.tensor(values, dtype=out.dtype, device=out.device).expand(rows, -1))
+    if not params.penalised:
+        return out
+    seen, where = _on(out, ids[: start + rows - 1]).unique(return_inverse=True)  # only these ids' logits change
+    scores = out[:, seen]
+    present = torch.zeros(scores.shape, dtype=torch.bool, device=out.device)
+    counts = torch.zeros_like(scores)
+    for j in range(rows):
+        present[j].index_fill_(0, where[: start + j], True)
+        written = where[prompt_length : start + j]
+        counts[j].index_add_(0, written, counts.new_ones(len(written)))
+    penalty = params.repetition_penalty
+    if penalty != 1.0:
+        scores = torch.where(present, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+    if params.presence_penalty or params.frequency_penalty:
+        scores -= torch.where(counts > 0, params.presence_penalty + params.frequency_penalty * counts, 0.0)
+    return out.index_copy_(1, seen, scores)
 
 
 def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -198,24 +301,29 @@ def check_finite(largest: float) -> None:
         )
 
 
-def _keep(probs: Tensor, smallest: Tensor, count: Tensor) -> Tensor:
-    """Zero all but the `count` largest of each row, the last being `smallest` (both `[r, 1]`); ties to the lower id."""
-    above, tied = probs > smallest, probs == smallest
-    room = count - above.sum(-1, keepdim=True)
-    return torch.where(above | (tied & (tied.cumsum(-1) <= room)), probs, 0.0)
+def _most_probable(probs: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The `size` largest of each row and their ids, `[r, size]` both, best first, ties to the lower id."""
+    values, ids = probs.topk(size)
+    # topk takes any of several equal values: where some are left out, fetch them all and let the id decide.
+    reach = int(((probs >= values[:, -1:]) & (probs > 0)).sum(-1).max())
+    if reach > size:
+        values, ids = probs.topk(reach)
+    ids, order = ids.sort(-1)
+    values, best_first = values.gather(-1, order).sort(-1, descending=True, stable=True)
+    return values[:, :size], ids.gather(-1, best_first)[:, :size]
 
 
 def _nucleus(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Least probable member and size, `[r, 1]` each, of the smallest set of top tokens whose mass reaches `top_p`."""
+    """As `_most_probable`, as many tokens as it takes for a mass of `top_p` in every row."""
     vocab = probs.shape[-1]
     size = min(_FIRST_NUCLEUS, vocab)
-    while True:
-        best = probs.topk(size).values
-        inside = best.cumsum(-1) - best < top_p
-        if size == vocab or not bool(inside[:, -1].any()):
-            count = inside.sum(-1, keepdim=True)
-            return best.gather(-1, count - 1), count
+    while size < vocab and bool((_mass_before(probs.topk(size).values)[:, -1] < top_p).any()):
         size = min(8 * size, vocab)
+    return _most_probable(probs, size)
+
+
+def _mass_before(values: Tensor) -> Tensor:
+    return values.cumsum(-1) - values
 
 
 def _renormalise(probs: Tensor) -> Tensor:

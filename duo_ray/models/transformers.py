@@ -398,7 +398,8 @@ class _Trial:
             TypeError,
             ValueError,
         ) as error:
-            raise UnsupportedModel(_refusal(config, f"a trial run over cached tokens failed: {error}")) from error
+            hint = " (cuda_graphs=False runs without CUDA graphs)" if runner.graphs else ""
+            raise UnsupportedModel(_refusal(config, f"a trial run over cached tokens failed: {error}{hint}")) from error
         off = float((logits[0, : len(ids) - cut].float() - self._want).norm() / self._want.norm())
         if not off <= (1e-3 if self._model.dtype == torch.float32 else 0.1):
             raise UnsupportedModel(

@@ -83,25 +83,27 @@ def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 class TestStream:
     @given(text=TEXT)
+    @settings(deadline=None)
     def test_byte_level_gives_any_text_back(self, text: str) -> None:
         tokenizer = Tokenizer(BACKENDS["byte level"])
         assert streamed(tokenizer, BACKENDS["byte level"].encode(text, add_special_tokens=False).ids) == text
 
     @pytest.mark.parametrize("kind", BACKENDS)
     @given(text=TEXT | st.text("ab \u2581", max_size=20))
+    @settings(deadline=None)
     def test_text_is_what_the_library_decodes_at_once(self, kind: str, text: str) -> None:
         backend = BACKENDS[kind]
         ids = backend.encode(text, add_special_tokens=False).ids
         assert streamed(Tokenizer(backend), ids) == backend.decode(ids)
 
     @given(ids=st.lists(st.integers(0, 399), max_size=30))
-    @settings(max_examples=300)
+    @settings(max_examples=300, deadline=None)
     def test_any_byte_level_ids_give_what_the_library_decodes(self, ids: list[int]) -> None:
         backend = BACKENDS["byte level"]
         assert streamed(Tokenizer(backend), ids) == backend.decode(ids)
 
     @given(ids=st.lists(st.integers(0, 275), max_size=12))
-    @settings(max_examples=300)
+    @settings(max_examples=300, deadline=None)
     def test_any_sentencepiece_ids_give_what_the_library_decodes_where_they_are_utf8(self, ids: list[int]) -> None:
         backend = BACKENDS["sentencepiece"]
         expected = backend.decode(ids)
@@ -304,7 +306,7 @@ class TestLoad:
 
 @pytest.mark.models
 class TestDemo:
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def directory(self) -> Path:
         return resolve_target("demo").tokenizer_path
 
