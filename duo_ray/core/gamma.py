@@ -384,7 +384,7 @@ class GammaController:
 
     _LEAVE, _RETURN = 1.01, 1.04
     _SWITCH = 1.01
-    _PROBE_SHARE = 0.015
+    _PROBE_SHARE = 0.02
     _SAVED_STEPS = 2.0
     _FREE_GAP, _LONGEST_GAP = 4, 256
 
@@ -456,7 +456,7 @@ class GammaController:
         )
 
     def _probe(self) -> Plan | None:
-        """A small block, if one is due and paid for; a lead of one token besides, if that is paid for too."""
+        """A small block, if one is due and paid for; with a fast draft a lead of one token too, if paid for."""
         costs, policy = self._costs, self._policy
         self._wait -= 1
         if self._wait > 0:
@@ -465,7 +465,9 @@ class GammaController:
         fits = int(second / token) - 1  # one decode less: the draft has to catch up with the context
         # With a draft slower than the target its speed is in doubt, not its guesses: one token tells.
         size = min(max(fits, 2), 4) if fits >= 0 else 1
-        size = min(max(size, policy.gamma_min), policy.gamma_max) if policy.draft_budget is None else policy.draft_budget
+        size = (
+            min(max(size, policy.gamma_min), policy.gamma_max) if policy.draft_budget is None else policy.draft_budget
+        )
         if policy.overlap is False:
             plan = Plan(policy.lead or size, 0, False, "probe")
             block = 0.0
@@ -473,8 +475,8 @@ class GammaController:
             plan = Plan(0, size, True, "probe")
             block = max(0.0, size * token - second) + self.acceptance.head * (costs.target_seconds(size) - second)
         cost = block + self._lead_cost(plan.lead)
-        if plan.lead == 0 and policy.lead is None and block + self._lead_cost(1) <= self._savings:
-            plan, cost = replace(plan, lead=1), block + self._lead_cost(1)
+        if plan.overlap and policy.lead is None and fits >= 4 and cost + self._lead_cost(1) <= self._savings:
+            plan, cost = replace(plan, lead=1), cost + self._lead_cost(1)
         if cost > self._savings:
             return None
         self._savings -= cost

@@ -633,6 +633,7 @@ def _load_model(path: Path) -> Any:
 
 def _check_model(model: Any, path: Path) -> None:
     """A draft must generate from left to right, and its cache must forget rejected tokens."""
+    architecture = _metadata(model, "general.architecture")
     refused = (
         (
             ll.llama_model_is_recurrent(model) or ll.llama_model_is_hybrid(model),
@@ -641,17 +642,17 @@ def _check_model(model: Any, path: Path) -> None:
         (ll.llama_model_has_encoder(model), "an encoder-decoder"),
         (not ll.llama_model_has_decoder(model), "an encoder"),
         (ll.llama_model_is_diffusion(model), "a diffusion model"),
+        (_metadata(model, f"{architecture}.attention.causal") == "false", "an embedding model"),
     )
     for wrong, kind in refused:
         if wrong:
-            raise LlamaCppError(
-                f"{path} ({_architecture(model)}) cannot draft, it is {kind}: use a decoder-only transformer"
-            )
+            raise LlamaCppError(f"{path} ({architecture}) cannot draft, it is {kind}: use a decoder-only transformer")
 
 
-def _architecture(model: Any) -> str:
+def _metadata(model: Any, key: str) -> str:
+    """A value of the file's header as text; empty when it is not there."""
     buffer = ctypes.create_string_buffer(128)
-    ll.llama_model_meta_val_str(model, b"general.architecture", buffer, len(buffer))
+    ll.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
     return buffer.value.decode(errors="replace")
 
 

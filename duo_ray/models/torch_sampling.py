@@ -149,116 +149,17 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     logits = logits.double()
     weights = ((logits - logits.amax(-1, keepdim=True)) / params.temperature).exp()
     probs = weights / weights.sum(-1, keepdim=True)
-    vocab = probs.shape[-1]
-    best: Tensor | None = None  # where top-k or top-p cut, only their few tokens are handled from here on
-    ids = torch.empty(0)
-    if 0 < params.top_k < vocab:
-        best, ids = _most_probable(probs, params.top_k)
-        best = _renormalise(best)
+    full, ids = probs, None
+    if 0 < params.top_k < full.shape[-1]:  # from a first cut on, only the tokens left are handled
+        probs, ids = _most_probable(full, params.top_k)
+        probs = _renormalise(probs)
     if params.top_p < 1.0:
-        if best is None:
-            best, ids = _nucleus(probs, params.top_p)
-        best = _renormalise(torch.where(_mass_before(best) < params.top_p, best, 0.0))
-    kept = probs if best is None else best
-    if params.min_p > 0.0:
-        kept = _renormalise(torch.where(kept >= params.min_p * kept.amax(-1, keepdim=True), kept, 0.0))
-    return kept if best is None else torch.zeros_like(probs).scatter_(-1, ids, kept)
-
-
-def draw(self, i: int, u: float) -> int:
-        """The token the target draws after the first i block tokens."""
-        return int(self.logits(i).max(-1).indices) if self._params.greedy else draw(self.probs(i), u)
-
-    def among_best(self, i: int, token: int, count: int) -> bool:
-        """Whether `token` is one of the `count` largest logits of row i, ties to the lower id."""
-        row = self.logits(i)
-        better = (row > row[token]).sum() + (row[:token] == row[token]).sum()
-        return int(better) < count
-
-
-def verify(
-    rows: TargetRows, block: Ids, q: Sequence[Row] | None, params: SamplingParams, position: int
-) -> tuple[int, int]:
-    """How many tokens of `block` stay, and the token that follows them: the rule of `core.verify.verify`.
-
-    Args:
-        q: the draft's truncated distribution for each block token; None for a deterministic proposal.
-        position: index of the block's first token in the request's ids; keys the random numbers.
-    """
-
-    def chance(i: int, purpose: Purpose) -> float:
-        return uniform(params.seed, position + i, purpose)
-
-    for i, drafted in enumerate(block):
-        if params.acceptance_top_k and rows.among_best(i, drafted, params.acceptance_top_k):
-            continue
-        if q is None or params.greedy:  # a greedy target keeps its own argmax, whatever the draft's q
-            drawn = rows.draw(i, chance(i, Purpose.TOKEN))
-            if drawn != drafted:
-                return i, drawn
-            continue
-        ids, probs = q[i]
-        p = rows.probs(i)
-        drafted_chance = float(probs[ids == drafted].max(initial=0.0))
-        if chance(i, Purpose.ACCEPT) * drafted_chance >= float(p[drafted]):
-            return i, draw(residual(p, q[i]), chance(i, Purpose.TOKEN))
-    return len(block), rows.draw(len(block), chance(len(block), Purpose.TOKEN))
-
-
-def verify_greedy(block: Ids, best: Sequence[int], largest: Sequence[float]) -> tuple[int, int]:
-    """`verify` at temperature 0 without penalties, from the argmax and the largest logit of each of the n + 1 rows.
-
-    Raises:
-        NonFiniteLogits: a row that was needed is broken.
-    """
-    accepted = next((i for i, drafted in enumerate(block) if drafted != best[i]), len(block))
-    for value in largest[: accepted + 1]:
-        check_finite(value)
-    return accepted, best[accepted]
-
-
-def penalise(logits: Tensor, ids: Sequence[int], start: int, prompt_length: int, params: SamplingParams) -> Tensor:
-    """Raw logits `[r, V]` -> biased and penalised, float32 or 64; row j predicts `ids[start + j]` from those before."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    if not (params.logit_bias or params.penalised):
-        return logits
-    out = logits.clone()
-    rows, vocab = out.shape
-    bias = [(token, value) for token, value in params.logit_bias if token < vocab]
-    if bias:
-        tokens, values = zip(*bias, strict=True)
-        out.index_add_(1, _on(out, tokens), torch.tensor(values, dtype=out.dtype, device=out.device).expand(rows, -1))
-    if not params.penalised:
-        return out
-    seen, where = _on(out, ids[: start + rows - 1]).unique(return_inverse=True)  # only these ids' logits change
-    scores = out[:, seen]
-    present = torch.zeros(scores.shape, dtype=torch.bool, device=out.device)
-    counts = torch.zeros_like(scores)
-    for j in range(rows):
-        present[j].index_fill_(0, where[: start + j], True)
-        written = where[prompt_length : start + j]
-        counts[j].index_add_(0, written, counts.new_ones(len(written)))
-    penalty = params.repetition_penalty
-    if penalty != 1.0:
-        scores = torch.where(present, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
-    if params.presence_penalty or params.frequency_penalty:
-        scores -= torch.where(counts > 0, params.presence_penalty + params.frequency_penalty * counts, 0.0)
-    return out.index_copy_(1, seen, scores)
-
-
-def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Penalised, finite logits `[r, V]` -> probabilities, float64 `[r, V]`; temperature above 0."""
-    logits = logits.double()
-    weights = ((logits - logits.amax(-1, keepdim=True)) / params.temperature).exp()
-    probs = weights / weights.sum(-1, keepdim=True)
-    if 0 < params.top_k < probs.shape[-1]:
-        smallest = probs.topk(params.top_k).values[:, -1:]
-        probs = _renormalise(_keep(probs, smallest, torch.full_like(smallest, params.top_k)))
-    if params.top_p < 1.0:
-        probs = _renormalise(_keep(probs, *_nucleus(probs, params.top_p)))
+        if ids is None:
+            probs, ids = _nucleus(full, params.top_p)
+        probs = _renormalise(torch.where(_mass_before(probs) < params.top_p, probs, 0.0))
     if params.min_p > 0.0:
         probs = _renormalise(torch.where(probs >= params.min_p * probs.amax(-1, keepdim=True), probs, 0.0))
-    return probs
+    return probs if ids is None else torch.zeros_like(full).scatter_(-1, ids, probs)
 
 
 def draw(probs: Tensor, u: float) -> int:

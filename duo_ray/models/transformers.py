@@ -169,7 +169,7 @@ class TransformersTarget:
         if threads is not None:
             torch.set_num_threads(threads)
         check_config(AutoConfig.from_pretrained(path))  # before reading gigabytes
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=_DTYPES[dtype],
             attn_implementation=attn_implementation,

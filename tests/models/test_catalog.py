@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -13,13 +12,16 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 import pytest
+import torch
 from gguf import GGUFReader, GGUFWriter
+from safetensors.torch import load_file
 
 from duo_ray.config import ConfigError
 from duo_ray.models import catalog
 from duo_ray.models.catalog import CatalogError, context_length, resolve_draft, resolve_target
 from duo_ray.models.gguf_header import GgufError, read_gguf
 from duo_ray.models.tokenizer import Tokenizer
+from tests.models.tiny_gguf import write_tiny_llama
 
 CONFIG = {"max_position_embeddings": 512, "vocab_size": 100}
 
@@ -27,7 +29,7 @@ CONFIG = {"max_position_embeddings": 512, "vocab_size": 100}
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
     """An empty cache, and no network; tests of the demo model keep the user's cache."""
-    if "models" not in request.keywords:
+    if request.node.get_closest_marker("models") is None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -37,7 +39,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 def write_gguf(path: Path, file_type: int | None = 7, **extra: Any) -> Path:
     """A header with one small tensor: all that choosing a file looks at."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, extra.get("architecture", "llama"))
     writer.add_context_length(256)
     if file_type is not None:
         writer.add_file_type(file_type)
@@ -169,17 +171,36 @@ class TestTarget:
 
     def test_too_little_space_is_said_before_the_work(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write_gguf(tmp_path / "a.gguf")
-        monkeypatch.setattr(catalog.shutil, "disk_usage", lambda _: os.terminal_size((0, 0)))
         monkeypatch.setattr(catalog.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10})())
         with pytest.raises(CatalogError, match="make room"):
             resolve_target(str(path))
 
     def test_a_file_transformers_cannot_convert_is_one_line(self, tmp_path: Path, cache: Path) -> None:
-        path = write_gguf(tmp_path / "a.gguf")
-        with pytest.raises(CatalogError, match=r"a\.gguf could not be converted for transformers: \w+") as error:
+        path = write_gguf(tmp_path / "a.gguf", architecture="unheard")
+        with pytest.raises(CatalogError, match=r"a\.gguf could not be converted for transformers: .*unheard") as error:
             resolve_target(str(path))
         assert "\n" not in str(error.value)
         assert not [entry for entry in (cache / "targets").iterdir() if entry.suffix not in (".part", ".lock")]
+
+
+class TestConversion:
+    @pytest.mark.parametrize("exact_in_bf16", [False, True])
+    def test_weights_are_kept_to_the_last_bit(self, tmp_path: Path, exact_in_bf16: bool) -> None:
+        path = write_tiny_llama(tmp_path / "tiny.gguf")
+        if exact_in_bf16:
+            for tensor in GGUFReader(path, "r+").tensors:
+                bits = tensor.data.view(np.uint32)
+                bits &= np.uint32(0xFFFF0000)
+        seen: list[float] = []
+        files = resolve_target(str(path), progress=lambda _, share: seen.append(share))
+        assert seen == sorted(seen)
+        assert (seen[0], seen[-1]) == (0.0, 1.0)
+        weights = load_file(files.path / "model.safetensors")
+        rows = next(tensor.data for tensor in GGUFReader(path).tensors if tensor.name == "token_embd.weight")
+        assert weights["model.embed_tokens.weight"].dtype == (torch.bfloat16 if exact_in_bf16 else torch.float32)
+        assert np.array_equal(weights["model.embed_tokens.weight"].float().numpy(), rows)
+        assert Tokenizer.load(files.tokenizer_path).eos_ids == {1}
+        assert (files.context_length, files.vocab_size) == (256, len(rows))
 
 
 class TestConversionOnce:
@@ -382,7 +403,6 @@ class TestDemo:
     def test_the_converted_model_is_the_one_llama_cpp_runs(
         self, llama_cpp_says: tuple[list[list[int]], list[list[int]]]
     ) -> None:
-        import torch  # noqa: PLC0415
         from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
         files = resolve_target("demo")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare
 
 from duo_ray.core.context import IdLog
-from duo_ray.core.sampling import distribution, penalise
+from duo_ray.core.sampling import Purpose, distribution, draw, penalise, uniform
 from duo_ray.models import llama_cpp as engine
 from duo_ray.models.llama_cpp import LlamaCppDraft, LlamaCppError, quantize
 from duo_ray.types import (
@@ -195,6 +195,18 @@ def test_an_accepted_branch_that_is_not_the_best_continues_with_one_token(
     assert_rows_are_fresh(reference, context, block, probs)
 
 
+def test_one_accepted_block_after_the_other_continues_with_one_token(
+    draft: LlamaCppDraft, reference: Reference
+) -> None:
+    block, _ = draft_one(draft, make_job(PROMPT, 8, SAMPLED, bets=True))
+    context, agreed = PROMPT, len(PROMPT)
+    for _ in range(5):
+        context, agreed = (*context, *drafted_ids(block)[0]), len(context)
+        block, probs = draft_one(draft, make_job(context, 8, SAMPLED, bets=True, agreed=agreed))
+        assert block.prompt_tokens == 1
+        assert_rows_are_fresh(reference, context, block, probs)
+
+
 def test_rows_stay_fresh_over_a_long_random_history(draft: LlamaCppDraft, reference: Reference) -> None:
     random = np.random.default_rng(3)
     context, agreed = PROMPT, 0
@@ -281,6 +293,14 @@ def test_rows_sum_to_one_and_give_every_drafted_token_a_chance(tiny_path: Path) 
         assert ((q > 0).sum(axis=1) <= 12).all()
         for token, row_ids, row in zip(sequence.ids, ids, q, strict=True):
             assert row[row_ids == token].max() > 0
+
+
+def test_a_token_is_drawn_by_the_random_number_of_its_position(draft: LlamaCppDraft) -> None:
+    block, probs = draft_one(draft, make_job(PROMPT, 20, SAMPLED, bets=True))
+    for sequence, ids, q in zip(block.sequences, probs.ids, probs.probs, strict=True):
+        for i, token in enumerate(sequence.ids):
+            u = uniform(SAMPLED.seed, len(PROMPT) + 1 + i, Purpose.DRAFT)
+            assert token == ids[i][draw(q[i], u)]
 
 
 def test_top_k_of_one_drafts_like_greedy(draft: LlamaCppDraft) -> None:
@@ -549,6 +569,11 @@ def test_a_truncated_file_quotes_llama_cpp_and_prints_nothing(
 def test_a_recurrent_model_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(LlamaCppError, match=r"mamba\.gguf \(mamba\) cannot draft, it is recurrent"):
         LlamaCppDraft.load(write_tiny_mamba(tmp_path / "mamba.gguf"), threads=1, max_context=64)
+
+
+def test_an_embedding_model_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(LlamaCppError, match=r"embed\.gguf \(llama\) cannot draft, it is an embedding model"):
+        LlamaCppDraft.load(write_tiny_llama(tmp_path / "embed.gguf", causal=False), threads=1, max_context=64)
 
 
 def test_a_context_longer_than_the_model_was_trained_for_names_both(tiny_path: Path) -> None:

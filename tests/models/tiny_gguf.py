@@ -10,7 +10,9 @@ END = 1
 """The id that ends a text."""
 
 
-def write_tiny_llama(path: Path, seed: int = 0, vocab_size: int = 96, context: int = 256, scale: float = 1.0) -> Path:
+def write_tiny_llama(
+    path: Path, seed: int = 0, vocab_size: int = 96, context: int = 256, *, scale: float = 1.0, causal: bool = True
+) -> Path:
     """Write a 2-layer float32 llama. `scale` multiplies its logits: larger makes its greedy choices clearer.
 
     Ids: 0 starts a text, 1 ends it, the others are single characters.
@@ -31,6 +33,7 @@ def write_tiny_llama(path: Path, seed: int = 0, vocab_size: int = 96, context: i
     writer.add_head_count_kv(HEADS // 2)
     writer.add_rope_dimension_count(HEAD_SIZE)
     writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_causal_attention(causal)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(["<s>", "</s>", *(chr(0x4E00 + i) for i in range(vocab_size - 2))])
     writer.add_token_scores([0.0] * vocab_size)

@@ -1,0 +1,119 @@
+"""Actors killed in mid-generation: nothing lost, nothing doubled, said in the stats, and they come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from duo_ray.config import load_config
+from duo_ray.session import Duo, answer
+from duo_ray.types import Finished
+from tests.actors.conftest import SMALL
+
+pytestmark = [pytest.mark.ray, pytest.mark.models]
+
+ASK = {"temperature": 0.0, "max_tokens": 160, "ignore_eos": True}
+PROMPT = "Write a long story about a lighthouse."
+
+
+@pytest.fixture(scope="module")
+def duo():
+    with Duo(load_config(None, SMALL)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(duo):
+    return duo.generate(PROMPT, draft=False, **ASK)
+
+
+def pid_of(handle):
+    """The actor's process, once it (again) answers."""
+    for _ in range(240):
+        try:
+            return ray.get(handle.describe.remote(), timeout=120).pid
+        except RayActorError:
+            time.sleep(0.5)
+    raise TimeoutError("the actor did not come back")
+
+
+def generate_and_kill(duo, handle, number, *, after=20, **ask):
+    """Send a signal to the actor's process when `after` tokens have come."""
+    tokens = []
+    pid = pid_of(handle)
+    for item in duo.stream(PROMPT, **{**ASK, **ask}):
+        if isinstance(item, Finished):
+            return pid, answer(tokens, item)
+        tokens.append(item)
+        if len(tokens) == after:
+            os.kill(pid, number)
+    raise AssertionError("the stream has no end")
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_draft_killed_in_mid_generation_changes_nothing_and_comes_back(duo, undisturbed, number):
+    pid, got = generate_and_kill(duo, duo.pipeline.drafts[0], number)
+    assert got.token_ids == undisturbed.token_ids
+    assert got.text == undisturbed.text
+    assert got.stats["draft_losses"] == 1
+    assert "draft not available" in got.stats["plain_steps"]
+    assert pid_of(duo.pipeline.drafts[0]) != pid
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        again = duo.generate(PROMPT, **ASK | {"max_tokens": 20})
+        if again.stats["draft_tokens"]:
+            break
+    assert again.stats["draft_tokens"] > 0
+    assert duo.pipeline.describe().draft_restarts >= 1
+
+
+def test_a_target_killed_in_mid_stream_restarts_and_no_token_is_lost_or_doubled(duo, undisturbed):
+    pid, got = generate_and_kill(duo, duo.pipeline.target, signal.SIGKILL)
+    assert got.token_ids == undisturbed.token_ids
+    assert got.text == undisturbed.text
+    assert got.stats["target_losses"] >= 1
+    assert pid_of(duo.pipeline.target) != pid
+    assert duo.pipeline.describe().target_restarts >= 1
+
+
+def test_a_draft_that_hangs_does_not_stop_the_stream(duo, undisturbed):
+    handle = duo.pipeline.drafts[0]
+    pid = pid_of(handle)
+    try:
+        pid, got = generate_and_kill(duo, handle, signal.SIGSTOP)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert got.token_ids == undisturbed.token_ids
+    assert got.stats["plain_steps"]["draft is late"] > 10
+
+
+def test_a_sampled_text_with_a_seed_survives_the_loss_of_the_target(duo):
+    whole = duo.generate(PROMPT, **ASK | {"temperature": 1.0}, seed=3)
+    _, got = generate_and_kill(duo, duo.pipeline.target, signal.SIGKILL, temperature=1.0, seed=3)
+    assert got.token_ids == whole.token_ids
+
+
+def test_closing_frees_every_process_and_ray(duo):
+    """Last in this file: it closes the pipeline all the others use."""
+    info = duo.pipeline.describe()
+    pids = [info.coordinator_pid, pid_of(duo.pipeline.target), *map(pid_of, duo.pipeline.drafts)]
+    duo.close()
+    assert not ray.is_initialized()
+    deadline = time.monotonic() + 60
+    while any(map(_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not any(map(_alive, pids))
+
+
+def _alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
