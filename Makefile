@@ -25,10 +25,10 @@ check: setup
 	$(BIN)/lint-imports
 
 exactness: setup
-	$(BIN)/python benchmarks/exactness.py
+	$(BIN)/python -m benchmarks.exactness
 
 bench: setup
-	$(BIN)/python benchmarks/pipeline.py
+	$(BIN)/python -m benchmarks.pipeline
 
 setup: $(VENV)/ready
 

@@ -71,6 +71,7 @@ class Coordinator:
         self._tokenizer = Tokenizer.load(settings.tokenizer_path)
         self._acceptance = Acceptance()
         self._costs = Costs()
+        self._cancelled: dict[str, asyncio.Event] = {}
 
     async def start(self) -> PipelineInfo:
         """Wait until every actor is loaded and warm, and take over their measured times."""
@@ -115,15 +116,32 @@ class Coordinator:
         )
 
     async def generate(self, request: Request) -> AsyncIterator[Delta | Finished]:
-        """Stream one answer. Closing the stream frees what the request holds on target and draft within a step."""
-        async with self._slots:
-            run = _Run(self, request)
-            try:
-                async for tokens in run.tokens():
-                    yield Delta(tuple(tokens))
-                yield run.finished()
-            finally:
-                run.close()
+        """Stream one answer; a cancelled one ends without `Finished`.
+
+        Whatever ends the stream, what the request holds on target and draft is freed within a step.
+        """
+        if request.request_id in self._cancelled:
+            raise DuoRayError(f"request id {request.request_id} is in use")
+        cancelled = self._cancelled[request.request_id] = asyncio.Event()
+        try:
+            async with self._slots:
+                if cancelled.is_set():
+                    return
+                run = _Run(self, request)
+                try:
+                    async for tokens in run.tokens(cancelled):
+                        yield Delta(tuple(tokens))
+                    if not cancelled.is_set():
+                        yield run.finished()
+                finally:
+                    run.close()
+        finally:
+            del self._cancelled[request.request_id]
+
+    async def cancel(self, request_id: str) -> None:
+        """End a stream after its current step; unknown or finished requests are ignored."""
+        if request_id in self._cancelled:
+            self._cancelled[request_id].set()
 
     # --- for _Run
 
@@ -193,8 +211,8 @@ class _Run:
         if self._draft is not None:
             self._draft.requests += 1
 
-    async def tokens(self) -> AsyncIterator[list[Token]]:
-        while not self._decoding.finished:
+    async def tokens(self, cancelled: asyncio.Event) -> AsyncIterator[list[Token]]:
+        while not self._decoding.finished and not cancelled.is_set():
             async for tokens in self._step():
                 if tokens:
                     yield tokens

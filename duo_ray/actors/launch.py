@@ -117,15 +117,19 @@ class Pipeline:
         Raises:
             DuoRayError: the request cannot be served, or the pipeline died.
         """
-        items = self._coordinator.generate.remote(request)
+        ended = False
         try:
-            for item in items:
-                yield ray.get(item)
+            for item in self._coordinator.generate.remote(request):
+                message = ray.get(item)
+                ended = isinstance(message, Finished)
+                yield message
         except RayError as error:
+            ended = True
             raise _plain(error) from error
         finally:
-            # A stream that is not read to its end is cancelled, which frees its slots.
-            ray.cancel(items)
+            if not ended:
+                # The reader went away. `ray.cancel` would also cancel calls to the models that other requests share.
+                self._coordinator.cancel.remote(request.request_id)
 
     def describe(self) -> PipelineInfo:
         info: PipelineInfo = ray.get(self._coordinator.describe.remote())

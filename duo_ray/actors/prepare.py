@@ -79,6 +79,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
 
     optimization = config.optimization
     target = config.models.target
+    vocab_size = min(tokenizer.vocab_size, files.vocab_size)
     settings = PipelineSettings(
         target=TargetSettings(
             path=str(files.path),
@@ -86,7 +87,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
             dtype=dtype,
             slots=target.slots,
             max_context=target_context,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=vocab_size,
             threads=threads,
             cores=split.target,
             attn_implementation=target.attn_implementation,
@@ -103,7 +104,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
                 max_context=_draft_context(draft.max_seq_len, draft_path, target_context),
                 slots=target.slots,
                 max_sequences=optimization.max_sequences,
-                vocab_size=tokenizer.vocab_size,
+                vocab_size=vocab_size,
                 warmup_steps=max(1, -(-optimization.warmup_steps // _WARM_UP_SHAPES)),
             )
             for cores in split.drafts

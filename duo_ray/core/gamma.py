@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,7 @@ class _Curve:
         if not self.seen:
             self._mean = self._mean + math.log(seconds) - self._mean[at]
         surprise = math.log(seconds) - float(self._mean[at])
+        # Level and shape have drifted since: less is known than before.
         covariance = (1.0 - _FORGET) * self._covariance + (_FORGET * self._prior + _DRIFT)
         if abs(surprise) > max(math.log(1.5), 3.0 * math.sqrt(covariance[at, at] + _NOISE)):
             self._slow_in_a_row += surprise > 0.0
@@ -181,7 +183,7 @@ class Costs:
     @property
     def overhead(self) -> float:
         """Median of the last round overheads, seconds."""
-        return float(np.median(self._overheads)) if self._overheads else 0.0
+        return float(median(self._overheads)) if self._overheads else 0.0
 
     def target_curve(self, tokens: Array | float) -> Array:
         """`target_seconds` for an array of token counts, fractions allowed."""

@@ -22,6 +22,8 @@ class RequestStats:
     sequences_history: list[int] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     """How many steps went on without a draft, and why."""
+    last_reason: str = ""
+    """What the controller last said of drafting when it gave it up."""
     target_steps: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -94,6 +96,7 @@ class RequestStats:
             "gamma_history": self.gamma_history,
             "sequences_history": self.sequences_history,
             "plain_steps": dict(self.reasons),
+            "plain_reason": self.last_reason,
             "draft_losses": self.draft_losses,
             "target_losses": self.target_losses,
             "t_target_ms": _ms(statistics.median(self._target_seconds)) if self._target_seconds else 0.0,
@@ -103,6 +106,7 @@ class RequestStats:
             "round_overhead_ms": {"p50": _ms(_quantile(overheads, 0.5)), "p90": _ms(_quantile(overheads, 0.9))},
             "target_idle": _idle(sum(self._target_seconds), wall),
             "draft_idle": _idle(self._draft_seconds, wall),
+            "both_idle": round(sum(self._overheads) / wall, 3) if wall else 0.0,
             "load": self.load,
         }
 

@@ -126,7 +126,9 @@ class Decoding(Generic[Probs]):
         self._hand = replace(self._hand, ids=self._hand.ids[: self.generation.remaining - 1])
         self._plan = plan = self._bounded_plan(draft_available=draft_available)
         if plan.gamma == 0 and plan.lead == 0:
-            self.stats.reasons[plan.reason] += 1
+            kind, _, detail = plan.reason.partition(": ")
+            self.stats.reasons[kind] += 1
+            self.stats.last_reason = detail or self.stats.last_reason
         return plan
 
     def _bounded_plan(self, *, draft_available: bool) -> Plan:

@@ -13,6 +13,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers.modeling_gguf_pytorch_utils as reader
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
 from duo_ray.models.gguf_header import read_gguf
 
 _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
@@ -22,9 +27,6 @@ reader applies only that rule."""
 
 def convert(source: Path, directory: Path) -> None:
     """Write weights (float32, or bfloat16 where that loses nothing), configuration and tokenizer of `source`."""
-    import torch  # noqa: PLC0415 (seconds)
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
-
     _report("reading", 0.0)
     _report_tensors()
     model = AutoModelForCausalLM.from_pretrained(
@@ -40,8 +42,6 @@ def convert(source: Path, directory: Path) -> None:
     _report("writing tokenizer", 0.85)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     if header.metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
-        from tokenizers import pre_tokenizers  # noqa: PLC0415
-
         backend = tokenizer.backend_tokenizer
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
@@ -55,7 +55,6 @@ def _report(stage: str, fraction: float) -> None:
 
 def _report_tensors() -> None:
     """Send transformers' progress bar over the tensors of the file to `_report`; it offers no callback."""
-    import transformers.modeling_gguf_pytorch_utils as reader  # noqa: PLC0415
 
     def bar(tensors: Iterable[Any], **_: Any) -> Iterator[Any]:
         listed = list(tensors)

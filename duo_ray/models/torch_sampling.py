@@ -26,17 +26,15 @@ class TargetRows:
         logits: `[n + 1, V]`, raw.
         ids: the request's committed ids followed by the n block tokens.
         prompt_length: how many leading ids are the prompt.
-        at_once: rows to evaluate together; a GPU does n + 1 as fast as one, a CPU should stop at the rejection.
+        at_once: distributions to form together; a GPU does n + 1 as fast as one, a CPU should stop at the rejection.
     """
 
     def __init__(
         self, logits: Tensor, ids: Sequence[int], prompt_length: int, params: SamplingParams, at_once: int = 1
     ) -> None:
-        self._logits, self._ids, self._prompt_length, self._params = logits, ids, prompt_length, params
-        self._start = len(ids) - (len(logits) - 1)
-        self._at_once = at_once
-        self._penalised: list[Tensor] = []
-        self._largest: list[float] = []
+        self._params, self._at_once = params, at_once
+        self._logits = penalise(logits, ids, len(ids) - len(logits) + 1, prompt_length, params)
+        self._largest: list[float] = self._logits.amax(-1).tolist()
         self._probs: list[Tensor] = []
 
     def logits(self, i: int) -> Tensor:
@@ -45,22 +43,15 @@ class TargetRows:
         Raises:
             NonFiniteLogits: that row holds NaN or +inf, or nothing but -inf.
         """
-        while len(self._penalised) <= i:
-            first = len(self._penalised)
-            rows = self._logits[first : first + self._at_once]
-            rows = penalise(rows, self._ids, self._start + first, self._prompt_length, self._params)
-            self._largest += rows.amax(-1).tolist()
-            self._penalised += rows.unbind()
         check_finite(self._largest[i])
-        return self._penalised[i]
+        return self._logits[i]
 
     def probs(self, i: int) -> Tensor:
-        """p at row i, float64 `[V]`."""
+        """p at row i, float64 `[V]`; the same errors."""
+        check_finite(self._largest[i])
         while len(self._probs) <= i:
             first = len(self._probs)
-            self.logits(first)
-            self._probs += distribution(torch.stack(self._penalised[first:]), self._params).unbind()
-        self.logits(i)
+            self._probs += distribution(self._logits[first : first + self._at_once], self._params).unbind()
         return self._probs[i]
 
     def draw(self, i: int, u: float) -> int:
@@ -128,7 +119,8 @@ def penalise(logits: Tensor, ids: Sequence[int], start: int, prompt_length: int,
         out.index_add_(1, _on(out, tokens), torch.tensor(values, dtype=out.dtype, device=out.device).expand(rows, -1))
     if not params.penalised:
         return out
-    seen, where = _on(out, ids[: start + rows - 1]).unique(return_inverse=True)  # only these ids' logits change
+    # Only the logits of ids seen so far change.
+    seen, where = torch.unique(_on(out, ids[: start + rows - 1]), return_inverse=True)
     scores = out[:, seen]
     present = torch.zeros(scores.shape, dtype=torch.bool, device=out.device)
     counts = torch.zeros_like(scores)
@@ -206,11 +198,12 @@ def _most_probable(probs: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The `size` largest of each row and their ids, `[r, size]` both, best first, ties to the lower id."""
     values, ids = probs.topk(size)
     # topk takes any of several equal values: where some are left out, fetch them all and let the id decide.
-    reach = int(((probs >= values[:, -1:]) & (probs > 0)).sum(-1).max())
+    smallest = values[:, -1:].clamp(min=torch.finfo(probs.dtype).tiny)  # which of the impossible ones is no matter
+    reach = int(torch.count_nonzero(probs >= smallest, dim=-1).max())
     if reach > size:
         values, ids = probs.topk(reach)
     ids, order = ids.sort(-1)
-    values, best_first = values.gather(-1, order).sort(-1, descending=True, stable=True)
+    values, best_first = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     return values[:, :size], ids.gather(-1, best_first)[:, :size]
 
 
@@ -218,9 +211,11 @@ def _nucleus(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """As `_most_probable`, as many tokens as it takes for a mass of `top_p` in every row."""
     vocab = probs.shape[-1]
     size = min(_FIRST_NUCLEUS, vocab)
-    while size < vocab and bool((_mass_before(probs.topk(size).values)[:, -1] < top_p).any()):
+    while True:
+        values, ids = _most_probable(probs, size)
+        if size == vocab or not bool((_mass_before(values)[:, -1] < top_p).any()):
+            return values, ids
         size = min(8 * size, vocab)
-    return _most_probable(probs, size)
 
 
 def _mass_before(values: Tensor) -> Tensor:

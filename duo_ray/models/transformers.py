@@ -345,7 +345,7 @@ class TransformersTarget:
                 w.slot.cached.clear()
                 self._runner.cache.clear(w.slot.number)
                 raise NonFiniteLogits(f"request {context.request_id}: {error}") from error
-            del w.slot.cached[context.length + accepted :]
+            pass
             emitted = (*block[:accepted], token)
             shown = logprobs(rows[: accepted + 1], emitted, params.logprobs) if params.logprobs else ()
             verdicts[context.request_id] = Verdict(context.request_id, accepted, token, shown)

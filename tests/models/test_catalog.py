@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
+import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
@@ -293,7 +293,7 @@ class TestDraft:
     def test_a_missing_quantisation_is_made_once_from_the_finest_file(
         self, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from duo_ray.models import llama_cpp  # noqa: PLC0415
+        from duo_ray.models import llama_cpp
 
         calls: list[tuple[Path, str, int]] = []
 
@@ -403,7 +403,7 @@ class TestDemo:
     def test_the_converted_model_is_the_one_llama_cpp_runs(
         self, llama_cpp_says: tuple[list[list[int]], list[list[int]]]
     ) -> None:
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415
+        from transformers import AutoModelForCausalLM
 
         files = resolve_target("demo")
         assert (files.context_length, files.vocab_size) == (8192, 49152)

@@ -229,7 +229,7 @@ class TestChat:
     @pytest.mark.parametrize("template", TEMPLATES)
     @pytest.mark.parametrize("in_file", [True, False])
     def test_ids_are_those_of_transformers(self, tmp_path: Path, template: str, in_file: bool) -> None:
-        from transformers import AutoTokenizer  # noqa: PLC0415
+        from transformers import AutoTokenizer
 
         if in_file:
             save(tmp_path, byte_level())
@@ -311,7 +311,7 @@ class TestDemo:
         return resolve_target("demo").tokenizer_path
 
     def test_chat_ids_are_those_of_transformers(self, directory: Path) -> None:
-        from transformers import AutoTokenizer  # noqa: PLC0415
+        from transformers import AutoTokenizer
 
         messages = [{"role": "user", "content": "Count to 12: ½ ² 👍🏽"}]
         reference = AutoTokenizer.from_pretrained(directory)

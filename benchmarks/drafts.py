@@ -1,0 +1,36 @@
+"""Drafts of graded quality made from the demo model: Q2_K, and one whose weights say nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from duo_ray.models.catalog import cache_directory, resolve_draft
+
+
+def demo_draft() -> Path:
+    return resolve_draft("demo")
+
+
+def poor_draft() -> Path:
+    """The demo model quantised to Q2_K (about two thirds of its greedy tokens are the demo model's)."""
+    return resolve_draft("demo", "Q2_K", threads=2)
+
+
+def random_draft() -> Path:
+    """The demo model with the rows of every matrix shuffled: as fast as the demo draft, and worth nothing."""
+    source = demo_draft()
+    path = cache_directory() / "benchmarks" / f"{source.stem}.shuffled.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        shutil.copyfile(source, temporary)
+        rng = np.random.default_rng(0)
+        for tensor in gguf.GGUFReader(temporary, "r+").tensors:
+            if tensor.data.ndim == 2:
+                rng.shuffle(tensor.data, axis=0)
+        temporary.replace(path)
+    return path

@@ -1,0 +1,104 @@
+"""The whole grid of exactness: 40 prompts x budgets x sequences x drafts, greedy, against the target's own `generate`.
+
+    python -m benchmarks.exactness [--tokens 48] [--precision fp32 bf16] [--out exactness.json]
+
+float32: every answer must equal `model.generate(do_sample=False)` of transformers, token by token. bfloat16: every answer is compared with the
+target alone through the same path; where they part, the gap of the two best logits shows whether it is a tie.
+Exit status 1 when an answer differs and is no tie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from benchmarks.drafts import demo_draft, poor_draft, random_draft
+from duo_ray.config import load_config
+from duo_ray.equivalence import judge
+from duo_ray.session import Answer, Duo
+from tests.prompts import PROMPTS
+
+BUDGETS = (1, 4, 16, None)
+SEQUENCES = (1, 2, 4)
+
+
+def own_greedy(path: str, prompts: list[tuple[int, ...]], tokens: int) -> list[list[int]]:
+    """The target's own greedy decode, by transformers and nothing of ours."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    out = []
+    for ids in prompts:
+        batch = torch.tensor([ids])
+        result = model.generate(batch, attention_mask=torch.ones_like(batch), do_sample=False, max_new_tokens=tokens)
+        out.append(result[0, len(ids) :].tolist())
+    return out
+
+
+def grid(precision: str, tokens: int, prompts: tuple[str, ...], progress: Progress) -> list[dict[str, Any]]:
+    drafts = {"demo": demo_draft(), "Q2_K": poor_draft(), "random": random_draft()}
+    cells = []
+    for name, path in drafts.items():
+        settings: dict[str, object] = {
+            "models.target.precision": precision,
+            "models.draft.model": str(path),
+            "models.target.max_seq_len": 512,
+            "models.target.slots": 2,
+            "optimization.fallback": False,
+        }
+        with Duo(load_config(None, settings)) as duo:
+            ask = {"temperature": 0.0, "max_tokens": tokens, "logprobs": 2}
+            alone = [duo.generate(prompt, draft=False, **ask) for prompt in prompts]
+            ids = [duo.request(prompt).prompt for prompt in prompts]
+            own = own_greedy(str(duo.prepared.files.path), ids, tokens) if precision == "fp32" else None
+            task = progress.add_task(f"{precision} {name}", total=len(BUDGETS) * len(SEQUENCES) * len(prompts))
+            for budget, sequences in itertools.product(BUDGETS, SEQUENCES):
+                verdicts: Counter[str] = Counter()
+                gaps = []
+                for i, prompt in enumerate(prompts):
+                    answer: Answer = duo.generate(prompt, draft_budget=budget, max_sequences=sequences, **ask)
+                    comparison = judge(prompt, answer, alone[i], duo.pipeline.info.target.dtype)
+                    verdict = comparison.verdict
+                    if own is not None and list(answer.token_ids) != own[i]:
+                        verdict = "different"
+                    if verdict != "equal":
+                        gaps.append(comparison.as_dict())
+                    verdicts[verdict] += 1
+                    progress.advance(task)
+                cells.append(
+                    {"precision": precision, "draft": name, "budget": budget or "auto", "sequences": sequences,
+                     **{v: verdicts[v] for v in ("equal", "tie", "different")}, "parted": gaps}
+                )  # fmt: skip
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
+    parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    with Progress() as progress:
+        cells = [
+            cell
+            for precision in arguments.precision
+            for cell in grid(precision, arguments.tokens, PROMPTS[: arguments.prompts], progress)
+        ]
+    for cell in cells:
+        print({key: value for key, value in cell.items() if key != "parted"})
+    if arguments.out:
+        arguments.out.write_text(json.dumps(cells, indent=1, ensure_ascii=False))
+    sys.exit(any(cell["different"] for cell in cells))
+
+
+if __name__ == "__main__":
+    main()
