@@ -2,8 +2,9 @@
 
     python -m benchmarks.exactness [--tokens 48] [--precision fp32 bf16] [--out exactness.json]
 
-float32: every answer must equal `model.generate(do_sample=False)` of transformers, token by token. bfloat16: every answer is compared with the
-target alone through the same path; where they part, the gap of the two best logits shows whether it is a tie.
+float32: every answer must equal `model.generate(do_sample=False)` of transformers, token by token. bfloat16: every
+answer is compared with the target alone through the same path; where they part, the gap of the two best logits shows
+whether it is a tie.
 Exit status 1 when an answer differs and is no tie.
 """
 
@@ -17,7 +18,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import Progress
+from transformers import AutoModelForCausalLM
 
 from benchmarks.drafts import demo_draft, poor_draft, random_draft
 from duo_ray.config import load_config
@@ -31,9 +34,6 @@ SEQUENCES = (1, 2, 4)
 
 def own_greedy(path: str, prompts: list[tuple[int, ...]], tokens: int) -> list[list[int]]:
     """The target's own greedy decode, by transformers and nothing of ours."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     out = []
     for ids in prompts:

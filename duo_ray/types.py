@@ -168,6 +168,8 @@ class DraftJob:
     acceptance: float
     """Running chance that one drafted token is accepted; steers how the budget is split over sequences."""
     sampling: SamplingParams
+    width_cost: float = 1.0
+    """What a token in a parallel sequence costs of one in a longer sequence; see `core.sequences.split`."""
 
 
 @dataclass(frozen=True, slots=True)

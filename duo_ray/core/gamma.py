@@ -416,6 +416,17 @@ class GammaController:
             return Plan(lead, gamma, gamma > 0, "fixed" if self._allowed.sum() == 1 else "auto")
         return self._probe() or Plan(0, 0, False, f"plain: drafting {gain:.2f}x of plain decoding")
 
+    def width_cost(self, gamma: int) -> float:
+        """Cost of a token in a parallel sequence as a share of one in a longer sequence, for `core.sequences.split`.
+
+        While a block of `gamma` tokens is done before the target, their number is all that counts. When the target would
+        wait for the draft, time counts, and a wider decode is cheaper than one more.
+        """
+        one = self._costs.draft_seconds(1)
+        if gamma * one <= self._costs.target_seconds(1):
+            return 1.0
+        return min(1.0, max(0.05, self._costs.draft_seconds(2) / one - 1.0))
+
     def observe(self, *, proposed: int, accepted: int, bet_won: bool | None, gamma: int, best_tail: int | None) -> None:
         """How a step ended.
 

@@ -189,6 +189,7 @@ class Decoding(Generic[Probs]):
             bets=bets,
             acceptance=self.controller.acceptance.token,
             sampling=self.request.sampling,
+            width_cost=self.controller.width_cost(budget) if bets else 1.0,
         )
 
     def _context(self, agreed: int, *, end: int | None = None, extra: Ids = ()) -> Context:

@@ -420,8 +420,10 @@ class LlamaCppDraft:
         _, second = self._choices(draft, best, row, 1)
         chances = [chance for _, chance in heads]
         opened = open_heads(chances, float(second[0]), most)
-        best.length, *others = split(job.budget, chances[:opened], job.acceptance)
+        best.length, *others = split(job.budget, chances[:opened], job.acceptance, job.width_cost)
         for (head, chance), length in zip(heads[1:opened], others, strict=True):
+            if length == 0:
+                continue
             draft.branches.append(_Branch(self._fork(draft.slot), [head], length, chance))
         if best.length > 1:
             self._extend(draft, best, row)

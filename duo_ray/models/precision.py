@@ -21,7 +21,7 @@ CPU_DTYPES = ("bfloat16", "float32")
 
 
 def fastest_dtype(path: Path, cores: Sequence[int], threads: int) -> tuple[str, dict[str, float]]:
-    """The dtype with the smallest T(1) + T(8), and both sums in seconds, measured on `cores` in a process of its own."""
+    """The dtype with the smallest T(1) + T(8), and both sums in seconds; measured on `cores` in another process."""
     command = [sys.executable, "-m", __name__, str(path), str(threads)]
     done = subprocess.run(
         command,

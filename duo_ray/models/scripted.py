@@ -179,7 +179,7 @@ class ScriptedDraft:
         second = distribution(self._logits((*ids, int(heads[0])), job), warm).max()
         chances = [float(first[head]) for head in heads]
         opened = open_heads(chances, float(second), job.max_sequences)
-        lengths = split(job.budget, chances[:opened], job.acceptance)
+        lengths = split(job.budget, chances[:opened], job.acceptance, job.width_cost)
         planned = zip(heads, chances, lengths, strict=False)
         return [((int(head),), chance, length) for head, chance, length in planned if length > 0]
 

@@ -20,8 +20,8 @@ SMALL = {
     "optimization.warmup_steps": 6,
     "optimization.fallback": False,
 }
-"""Settings of every pipeline here: float32, where greedy output has no ties to excuse; no fallback, so that drafting does
-not depend on how busy the machine is."""
+"""Settings of every pipeline here: float32, where greedy output has no ties to excuse; no fallback, so that drafting
+does not depend on how busy the machine is."""
 
 
 @pytest.fixture(scope="session")

@@ -37,40 +37,55 @@ def test_no_candidate_or_no_sequence_is_an_error(chances: list[float], max_seque
         open_heads(chances, 0.5, max_sequences)
 
 
-@given(st.integers(0, 40), chance_lists, st.floats(0.0, 1.0))
-def test_the_whole_budget_is_spent(budget: int, chances: list[float], acceptance: float) -> None:
-    assert sum(split(budget, chances, acceptance)) == budget
+acceptances = st.floats(0.0, 1.0)
+width_costs = st.floats(0.05, 1.0)
 
 
-@given(st.integers(0, 40), chance_lists, st.floats(0.0, 1.0))
+@given(st.integers(0, 40), chance_lists, acceptances, width_costs)
+def test_the_whole_budget_is_spent(budget: int, chances: list[float], acceptance: float, width_cost: float) -> None:
+    assert sum(split(budget, chances, acceptance, width_cost)) == budget
+
+
+@given(st.integers(0, 40), chance_lists, acceptances)
 def test_a_better_head_never_gets_fewer_tokens(budget: int, chances: list[float], acceptance: float) -> None:
     lengths = split(budget, chances, acceptance)
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_heads_come_first_and_the_best_ones_when_the_budget_is_short() -> None:
-    assert split(3, [0.4, 0.3, 0.2, 0.1], 0.9) == [1, 1, 1, 0]
+@given(st.integers(2, 40), chance_lists, acceptances, width_costs)
+def test_no_head_stands_alone(budget: int, chances: list[float], acceptance: float, width_cost: float) -> None:
+    """The target draws the head itself: only what follows it saves anything."""
+    assert 1 not in split(budget, chances, acceptance, width_cost)
 
 
-def test_a_sure_draft_puts_the_rest_into_the_best_sequence() -> None:
-    assert split(8, [0.6, 0.3], 1.0) == [7, 1]
+def test_a_budget_of_one_is_the_best_head() -> None:
+    assert split(1, [0.6, 0.3], 0.9) == [1, 0]
 
 
-def test_an_unsure_draft_spreads_the_rest() -> None:
-    # Worth of a further token: 0.25, 0.125, ... for the first sequence, 0.225, 0.1125, ... for the second.
+def test_a_sure_draft_puts_all_into_the_best_sequence() -> None:
+    assert split(8, [0.6, 0.3], 1.0) == [8, 0]
+
+
+def test_an_unsure_draft_spreads_the_budget() -> None:
     assert split(6, [0.5, 0.45], 0.5) == [3, 3]
+
+
+def test_when_the_target_waits_parallel_sequences_get_more() -> None:
+    chances, acceptance = [0.5, 0.25], 0.7
+    assert split(8, chances, acceptance, width_cost=1.0)[1] < split(8, chances, acceptance, width_cost=0.3)[1]
 
 
 def test_nothing_to_share_among_no_heads() -> None:
     assert split(5, [], 0.8) == []
 
 
-@pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.95])
-def test_no_other_split_is_worth_more(acceptance: float) -> None:
-    chances, budget = [0.5, 0.3, 0.15], 7
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.7, 0.95])
+@pytest.mark.parametrize("budget", [2, 3, 7, 8])
+def test_no_other_split_is_worth_more(acceptance: float, budget: int) -> None:
+    chances = [0.5, 0.3, 0.15]
 
     def worth(lengths: tuple[int, ...] | list[int]) -> float:
-        return sum(c * acceptance**n for c, length in zip(chances, lengths, strict=True) for n in range(length))
+        return sum(c * acceptance**n for c, length in zip(chances, lengths, strict=True) for n in range(1, length))
 
-    best = max((s for s in product(range(1, budget), repeat=3) if sum(s) == budget), key=worth)
+    best = max((s for s in product(range(budget + 1), repeat=3) if sum(s) == budget), key=worth)
     assert worth(split(budget, chances, acceptance)) == pytest.approx(worth(best))

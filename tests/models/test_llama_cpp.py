@@ -344,7 +344,7 @@ def test_the_whole_budget_is_drafted_unless_the_text_ends(
 def test_no_more_sequences_than_asked_for_or_held(draft: LlamaCppDraft, max_sequences: int) -> None:
     # At this temperature nothing is sure: every head that may open does.
     flat = SamplingParams(temperature=50.0)
-    block, _ = draft_one(draft, make_job(PROMPT, 20, flat, bets=True, max_sequences=max_sequences))
+    block, _ = draft_one(draft, make_job(PROMPT, 40, flat, bets=True, max_sequences=max_sequences))
     assert len(block.sequences) == min(max_sequences, draft.max_sequences)
 
 
