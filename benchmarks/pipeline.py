@@ -2,8 +2,8 @@
 
     python -m benchmarks.pipeline [--tokens 128] [--prompts 10] [--out results.json]
 
-Two baselines: the target alone on the cores it has in the pipeline (what a user with a GPU sees) and the target alone on
-all cores of the machine (what a user without one would do). For every prompt, each pipeline answers in turn, so that
+Two baselines: the target alone on the cores it has in the pipeline (what a user with a GPU sees) and the target alone
+on all cores of the machine (what a user without one would do). For every prompt, each pipeline answers in turn, so that
 drift of the machine's speed hits all alike. EOS is ignored, so that every answer has the same length.
 """
 

@@ -99,7 +99,7 @@ class TargetActor:
         picks: Sequence[ProbsPick | None],
         *probs: tuple[DraftProbs | None, ...],
     ) -> TargetReply:
-        """One pass. `probs` are what draft actors returned, handed on by reference; `picks` says whose entry is whose."""
+        """One pass. `probs` are what draft actors returned, handed on by reference; `picks` says which is whose."""
         chosen = [None if pick is None else probs[pick.argument][pick.entry] for pick in picks]
         return self._model.verify(jobs, chosen)
 

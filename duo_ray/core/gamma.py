@@ -419,8 +419,8 @@ class GammaController:
     def width_cost(self, gamma: int) -> float:
         """Cost of a token in a parallel sequence as a share of one in a longer sequence, for `core.sequences.split`.
 
-        While a block of `gamma` tokens is done before the target, their number is all that counts. When the target would
-        wait for the draft, time counts, and a wider decode is cheaper than one more.
+        While a block of `gamma` tokens is done before the target, their number is all that counts. When the target
+        would wait for the draft, time counts, and a wider decode is cheaper than one more.
         """
         one = self._costs.draft_seconds(1)
         if gamma * one <= self._costs.target_seconds(1):

@@ -1,8 +1,8 @@
 """Sampled output has the target's distribution, and the test that says so fails for wrong rules.
 
 Each case draws 20,000 outputs of 3 tokens over a vocabulary of 5 with fixed seeds and compares their counts with the
-exact probabilities of all 125 outputs. A right rule fails a case with probability 1e-4; every wrong rule must fall below
-1e-9, for which 4,000 outputs are enough.
+exact probabilities of all 125 outputs. A right rule fails a case with probability 1e-4; every wrong rule must fall
+below 1e-9, for which 4,000 outputs are enough.
 """
 
 import dataclasses
