@@ -50,7 +50,7 @@ class _Slot:
     log: IdLog = field(default_factory=IdLog)
     """Committed ids, as the sender described them."""
     cached: list[int] = field(default_factory=list)
-    """Ids whose K and V the row holds."""
+    """Ids whose K and V the row holds: rejected ones too, until the next call asks for others in their place."""
 
 
 @dataclass(slots=True)
@@ -324,7 +324,7 @@ class TransformersTarget:
         return logits[..., : self.vocab_size]
 
     def _judge(self, group: Sequence[_Work], logits: Tensor) -> dict[str, Verdict]:
-        """Verdicts of the jobs that asked for a draw; KV of rejected tokens is forgotten."""
+        """Verdicts of the jobs that asked for a draw."""
         plain = [_is_argmax(w.job.sampling) for w in group]
         largest, best = (x.tolist() for x in logits.max(-1)) if any(plain) else ([], [])
         verdicts = {}
@@ -345,7 +345,6 @@ class TransformersTarget:
                 w.slot.cached.clear()
                 self._runner.cache.clear(w.slot.number)
                 raise NonFiniteLogits(f"request {context.request_id}: {error}") from error
-            pass
             emitted = (*block[:accepted], token)
             shown = logprobs(rows[: accepted + 1], emitted, params.logprobs) if params.logprobs else ()
             verdicts[context.request_id] = Verdict(context.request_id, accepted, token, shown)

@@ -22,7 +22,9 @@ from transformers import (
     T5Config,
 )
 
+from duo_ray.core import sampling as reference
 from duo_ray.core.context import IdLog
+from duo_ray.core.sampling import Purpose, uniform
 from duo_ray.models.torch_sampling import distribution
 from duo_ray.models.transformers import TransformersTarget, UnsupportedModel, check_config
 from duo_ray.types import (
@@ -199,6 +201,16 @@ def test_picked_blocks_leave_sampled_output_unchanged(params: SamplingParams, ta
         step(target, [drafted], half_right)
     assert drafted.emitted[:40] == plain.emitted[:40]
     assert max(drafted.accepted) >= 3
+
+
+def test_the_random_number_of_a_token_is_that_of_its_position(llama: Any, target: TransformersTarget) -> None:
+    for seed in range(20):
+        params = SamplingParams(temperature=1.5, seed=seed)
+        client = Client(str(seed), random_ids(12, seed=seed), params)
+        step(target, [client], no_block)
+        target.release(client.request_id)
+        probs = reference.distribution(own_logits(llama, client.prompt)[-1].numpy(), params)
+        assert client.emitted == [reference.draw(probs, uniform(seed, 12, Purpose.TOKEN))]
 
 
 def test_a_sampled_draft_that_is_the_target_is_accepted_entirely(llama: Any, target: TransformersTarget) -> None:
@@ -388,20 +400,24 @@ def test_draft_probabilities_that_do_not_fit_are_refused(
         target.verify([job], [q])
 
 
-def test_broken_weights_are_reported_and_leave_nothing_behind(llama: Any) -> None:
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(temperature=0.0, presence_penalty=0.5), SamplingParams(temperature=1.0)]
+)
+def test_a_broken_pass_is_reported_and_leaves_nothing_behind(params: SamplingParams, llama: Any) -> None:
     model = tiny_model("llama")
     target = TransformersTarget(model, max_context=120, packed=False)
-    client = Client("a", random_ids(20, seed=18))
     weight = model.model.layers[1].mlp.down_proj.weight
     kept = weight.detach().clone()
-    for params in (GREEDY, SamplingParams(temperature=0.0, presence_penalty=0.5), SamplingParams(temperature=1.0)):
-        with torch.no_grad():
-            weight.fill_(math.nan)
-        with pytest.raises(NonFiniteLogits, match=r"request a: .*nan"):
-            target.verify([Client("a", client.prompt, params).job()], [None])
-        with torch.no_grad():
-            weight.copy_(kept)
-    assert step(target, [client], no_block).verdicts[0].token == own_greedy(llama, client.prompt, 1)[0]
+    with torch.no_grad():
+        weight.fill_(math.nan)
+    with pytest.raises(NonFiniteLogits, match=r"request broken: .*nan"):
+        target.verify([Client("broken", random_ids(50, seed=18), params).job()], [None])
+    target.release("broken")
+    with torch.no_grad():
+        weight.copy_(kept)
+    client = Client("sound", random_ids(20, seed=18))  # shorter: it does not overwrite all that the first one wrote
+    step(target, [client], no_block)
+    assert client.emitted == own_greedy(llama, client.prompt, 1)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------
