@@ -6,14 +6,14 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, replace
 
 from ray.actor import ActorHandle
 
 from duo_ray import hardware
 from duo_ray.actors.draft import DraftInfo
-from duo_ray.actors.peers import DraftLost, DraftPeer, Judgement, ProbsLost, ProbsRef, TargetLost, TargetPeer
+from duo_ray.actors.peers import Draft, DraftLost, DraftPeer, Judgement, ProbsHandle, ProbsLost, TargetLost, TargetPeer
 from duo_ray.actors.target import TargetInfo
 from duo_ray.core.gamma import Acceptance, Costs, GammaController, Policy
 from duo_ray.core.stats import RequestStats
@@ -84,6 +84,8 @@ class Coordinator:
             DraftPeer(f"draft-{i}", handle, limit=self._target_info.slots)
             for i, handle in enumerate(self._draft_handles)
         ]
+        for peer in (self._target, *self._drafts):
+            await peer.connect()
         self._slots = asyncio.Semaphore(self._target_info.slots)
         for tokens, seconds in self._target_info.timings:
             self._costs.observe_target(tokens, seconds)
@@ -127,14 +129,17 @@ class Coordinator:
             async with self._slots:
                 if cancelled.is_set():
                     return
-                run = _Run(self, request)
+                # Ray hands on each item before it asks for the next: the steps must not wait for that.
+                items: asyncio.Queue[Delta | Finished | None] = asyncio.Queue()
+                steps = asyncio.create_task(_Run(self, request).steps(items.put_nowait, cancelled))
+                steps.add_done_callback(lambda _: items.put_nowait(None))
                 try:
-                    async for tokens in run.tokens(cancelled):
-                        yield Delta(tuple(tokens))
-                    if not cancelled.is_set():
-                        yield run.finished()
+                    while (item := await items.get()) is not None:
+                        yield item
+                    await steps
                 finally:
-                    run.close()
+                    cancelled.set()
+                    await asyncio.wait([steps])
         finally:
             del self._cancelled[request.request_id]
 
@@ -157,7 +162,7 @@ class Coordinator:
         """The least busy draft that answers, else the least busy one."""
         return min(self._drafts, key=lambda draft: (not draft.available, draft.requests), default=None)
 
-    def decoding(self, request: Request, stats: RequestStats, *, with_draft: bool) -> Decoding[ProbsRef]:
+    def decoding(self, request: Request, stats: RequestStats, *, with_draft: bool) -> Decoding[ProbsHandle]:
         policy = self._settings.policy
         if request.draft_budget is not None:
             policy = replace(policy, draft_budget=request.draft_budget)
@@ -193,9 +198,6 @@ class Coordinator:
         return None if request.reproducible else self._costs.target_seconds(1)
 
 
-Draft = tuple[DraftBlock, ProbsRef | None]
-
-
 class _Run:
     """One request on its way through the actors."""
 
@@ -211,13 +213,17 @@ class _Run:
         if self._draft is not None:
             self._draft.requests += 1
 
-    async def tokens(self, cancelled: asyncio.Event) -> AsyncIterator[list[Token]]:
-        while not self._decoding.finished and not cancelled.is_set():
-            async for tokens in self._step():
-                if tokens:
-                    yield tokens
+    async def steps(self, emit: Callable[[Delta | Finished], None], cancelled: asyncio.Event) -> None:
+        """Step after step to the end of the request, or until it is cancelled; frees what it held in any case."""
+        try:
+            while not self._decoding.finished and not cancelled.is_set():
+                await self._step(lambda tokens: emit(Delta(tuple(tokens))) if tokens else None)
+            if self._decoding.finished:
+                emit(self._finished())
+        finally:
+            self._close()
 
-    async def _step(self) -> AsyncIterator[list[Token]]:
+    async def _step(self, emit: Callable[[list[Token]], None]) -> None:
         decoding, stats = self._decoding, self._stats
         began = time.time()
         first = stats.first_token is None
@@ -226,13 +232,13 @@ class _Run:
         if self._draft_available() and (job := decoding.draft_job()) is not None:
             self._pending = self._ask(job)
         judgement = await self._judge()
-        yield decoding.commit(judgement.verdict)
+        emit(decoding.commit(judgement.verdict))
         if first:
             # Shown at once: the first token does not wait for the draft's prompt pass.
-            yield decoding.settle()
+            emit(decoding.settle())
             stats.first_token = time.time()
         block = await self._collect()
-        yield decoding.settle()
+        emit(decoding.settle())
         stats.ended = time.time()
         if first:
             return
@@ -333,7 +339,7 @@ class _Run:
         if self._request.trace:
             self._trace.append(TraceEvent(actor, name, span, tuple((k, str(v)) for k, v in details.items())))
 
-    def finished(self) -> Finished:
+    def _finished(self) -> Finished:
         decoding = self._decoding
         reason = decoding.generation.finish_reason
         if reason is None:
@@ -342,7 +348,7 @@ class _Run:
         stats = self._stats.as_dict()
         return Finished(reason, self._stats.prompt_tokens, self._stats.completion_tokens, stats, tuple(self._trace))
 
-    def close(self) -> None:
+    def _close(self) -> None:
         request_id = self._request.request_id
         self._coordinator.target.release(request_id)
         if self._draft is not None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import ray
+
 from duo_ray import hardware
+from duo_ray.actors import wire
 from duo_ray.types import DraftBlock, DraftJob, DraftProbs
 
 _SAMPLE = 512
@@ -55,6 +60,7 @@ class DraftActor:
         from duo_ray.models.llama_cpp import LlamaCppDraft  # noqa: PLC0415 - the process is pinned first
 
         self._settings = settings
+        self._busy = threading.Lock()  # actor calls and the socket's thread take turns
         self._model = LlamaCppDraft.load(
             settings.path,
             threads=settings.threads,
@@ -78,8 +84,20 @@ class DraftActor:
 
     def draft(self, jobs: Sequence[DraftJob]) -> tuple[list[DraftBlock], tuple[DraftProbs | None, ...]]:
         """Blocks for the coordinator and, as an object of its own that only the target reads, their probabilities."""
-        answers = self._model.draft(jobs)
+        with self._busy:
+            answers = self._model.draft(jobs)
         return [block for block, _ in answers], tuple(probs for _, probs in answers)
 
     def release(self, request_id: str) -> None:
-        self._model.release(request_id)
+        with self._busy:
+            self._model.release(request_id)
+
+    def listen(self) -> tuple[str, str]:
+        """Open a socket that takes `draft` and `release`: (id of this node, its path)."""
+
+        def draft(jobs: Sequence[DraftJob], _parts: wire.Parts) -> tuple[list[DraftBlock], wire.Parts]:
+            blocks, probs = self.draft(jobs)
+            return blocks, (pickle.dumps(probs),)
+
+        path = wire.listen({"draft": draft}, {"release": self.release})
+        return ray.get_runtime_context().get_node_id(), path

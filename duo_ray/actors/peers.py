@@ -1,9 +1,10 @@
-"""The coordinator's side of each model actor: batched calls, loss, return."""
+"""The coordinator's side of each model actor: how it is reached, batched calls, loss, return."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError
 
 from duo_ray.actors.batching import Batcher
 from duo_ray.actors.target import ProbsPick
+from duo_ray.actors.wire import Link, LinkLostError
 from duo_ray.types import DraftBlock, DraftJob, DuoRayError, Span, TargetReply, UnknownPrefix, Verdict, VerifyJob
 
 logger = logging.getLogger(__name__)
@@ -35,10 +37,13 @@ class ProbsLost(DuoRayError):
 
 
 @dataclass(frozen=True, slots=True)
-class ProbsRef:
-    """Reference to what a draft actor returned beside its blocks, and which entry belongs to this block."""
+class ProbsHandle:
+    """What a draft returned beside its blocks, not unpacked here, and which entry of it belongs to this block.
 
-    ref: ray.ObjectRef
+    Between nodes it is a reference into the object store, on one node the bytes that came over the socket.
+    """
+
+    source: ray.ObjectRef | bytes
     entry: int
 
 
@@ -51,133 +56,138 @@ class Judgement:
     tokens: int
 
 
-class _Lifeline:
-    """Whether an actor answers; after a loss, asks until it is back."""
+class _Peer:
+    """An actor, the socket to it when it is on this node, and whether it answers; after a loss, until it is back."""
 
     def __init__(self, name: str, handle: ActorHandle) -> None:
         self.name = name
-        self.up = asyncio.Event()
-        self.up.set()
-        self.gone: str | None = None
         self.restarts = 0
         self._handle = handle
+        self._link: Link | None = None
+        self._up = asyncio.Event()
+        self._gone: str | None = None
         self._recovery: asyncio.Task[None] | None = None
 
-    def lost(self, error: Exception) -> None:
-        self.up.clear()
+    @property
+    def available(self) -> bool:
+        return self._up.is_set()
+
+    async def connect(self) -> None:
+        """Open the socket where there can be one; actor calls do the same elsewhere."""
+        node, path = await self._handle.listen.remote()
+        self._link = await Link.open(path) if node == ray.get_runtime_context().get_node_id() else None
+        self._up.set()
+
+    def release(self, request_id: str) -> None:
+        """Tell the actor to free the request; nothing to free when it is down."""
+        if not self.available:
+            return
+        if self._link is not None:
+            self._link.post("release", request_id)
+        else:
+            self._handle.release.remote(request_id)
+
+    def _lost(self, error: Exception) -> str:
+        self._up.clear()
+        reason = _first_line(error)
         if self._recovery is None or self._recovery.done():
-            logger.warning("%s was lost (%s); waiting for its restart", self.name, _first_line(error))
+            logger.warning("%s was lost (%s); waiting for its restart", self.name, reason)
             self._recovery = asyncio.create_task(self._recover())
+        return f"{self.name}: {reason}"
 
     async def _recover(self) -> None:
         began, pause = time.monotonic(), 0.1
+        if self._link is not None:
+            self._link.close()
         while time.monotonic() - began < RETURN_DEADLINE_S:
             try:
-                await self._handle.describe.remote()
+                await self.connect()
             except ActorDiedError as error:
-                self.gone = _first_line(error)
-                logger.error("%s will not come back: %s", self.name, self.gone)
+                self._gone = _first_line(error)
+                logger.error("%s will not come back: %s", self.name, self._gone)
                 return
-            except RayActorError:
+            except (RayActorError, OSError):
                 await asyncio.sleep(pause)
                 pause = min(2.0, pause * 2)
             else:
                 self.restarts += 1
                 logger.warning("%s is back after %.1f s", self.name, time.monotonic() - began)
-                self.up.set()
                 return
-        self.gone = f"it did not come back within {RETURN_DEADLINE_S:.0f} s"
+        self._gone = f"it did not come back within {RETURN_DEADLINE_S:.0f} s"
 
 
-class DraftPeer:
+class DraftPeer(_Peer):
     """One draft actor. `requests` counts those that use it, so that new ones go to the least busy."""
 
     def __init__(self, name: str, handle: ActorHandle, *, limit: int) -> None:
-        self.name = name
+        super().__init__(name, handle)
         self.requests = 0
-        self._handle = handle
-        self._life = _Lifeline(name, handle)
-        self._batcher: Batcher[DraftJob, tuple[DraftBlock, ProbsRef | None]] = Batcher(
-            self._call, isolate=_own_fault, limit=limit
-        )
+        self._batcher: Batcher[DraftJob, Draft] = Batcher(self._call, isolate=_own_fault, limit=limit)
 
-    @property
-    def available(self) -> bool:
-        return self._life.up.is_set()
-
-    @property
-    def restarts(self) -> int:
-        return self._life.restarts
-
-    async def draft(self, job: DraftJob) -> tuple[DraftBlock, ProbsRef | None]:
+    async def draft(self, job: DraftJob) -> Draft:
         """Raises `DraftLost`, `UnknownPrefix`, or what the model raised."""
         return await self._batcher.submit(job)
 
-    async def _call(self, jobs: Sequence[DraftJob]) -> list[tuple[DraftBlock, ProbsRef | None]]:
-        blocks_ref, probs_ref = self._handle.draft.options(num_returns=2).remote(jobs)
+    async def _call(self, jobs: Sequence[DraftJob]) -> list[Draft]:
+        blocks: list[DraftBlock]
+        source: ray.ObjectRef | bytes
         try:
-            blocks: list[DraftBlock] = await blocks_ref
-        except RayActorError as error:
-            self._life.lost(error)
-            raise DraftLost(f"{self.name}: {_first_line(error)}") from error
+            if self._link is not None:
+                blocks, (source,) = await self._link.call("draft", jobs)
+            else:
+                blocks_ref, source = self._handle.draft.options(num_returns=2).remote(jobs)
+                blocks = await blocks_ref
+        except (RayActorError, LinkLostError) as error:
+            raise DraftLost(self._lost(error)) from error
         return [
-            (block, None if job.sampling.greedy else ProbsRef(probs_ref, entry))
+            (block, None if job.sampling.greedy else ProbsHandle(source, entry))
             for entry, (job, block) in enumerate(zip(jobs, blocks, strict=True))
         ]
 
-    def release(self, request_id: str) -> None:
-        """Tell the actor to free the request; nothing to free when it is down."""
-        if self.available:
-            self._handle.release.remote(request_id)
 
-
-class TargetPeer:
+class TargetPeer(_Peer):
     """The target actor."""
 
     def __init__(self, handle: ActorHandle, *, limit: int) -> None:
-        self._handle = handle
-        self._life = _Lifeline("target", handle)
-        self._batcher: Batcher[tuple[VerifyJob, ProbsRef | None], Judgement] = Batcher(
+        super().__init__("target", handle)
+        self._batcher: Batcher[tuple[VerifyJob, ProbsHandle | None], Judgement] = Batcher(
             self._call, isolate=_own_fault, limit=limit
         )
 
-    @property
-    def restarts(self) -> int:
-        return self._life.restarts
-
-    async def verify(self, job: VerifyJob, probs: ProbsRef | None) -> Judgement:
+    async def verify(self, job: VerifyJob, probs: ProbsHandle | None) -> Judgement:
         """Raises `TargetLost`, `ProbsLost`, `UnknownPrefix`, or what the model raised."""
         return await self._batcher.submit((job, probs))
 
     async def returned(self) -> None:
         """Wait for a lost target. Raises `DuoRayError` when it will not come back."""
-        while not self._life.up.is_set():
-            if self._life.gone is not None:
-                raise DuoRayError(f"the target is gone for good: {self._life.gone}")
-            await asyncio.wait([asyncio.ensure_future(self._life.up.wait())], timeout=1.0)
+        while not self.available:
+            if self._gone is not None:
+                raise DuoRayError(f"the target is gone for good: {self._gone}")
+            await asyncio.sleep(0.1)
 
-    async def _call(self, batch: Sequence[tuple[VerifyJob, ProbsRef | None]]) -> list[Judgement]:
-        refs: list[ray.ObjectRef] = []
+    async def _call(self, batch: Sequence[tuple[VerifyJob, ProbsHandle | None]]) -> list[Judgement]:
+        jobs = [job for job, _ in batch]
+        sources: list[ray.ObjectRef | bytes] = []
         picks: list[ProbsPick | None] = []
         for _, probs in batch:
-            if probs is None:
-                picks.append(None)
-                continue
-            if probs.ref not in refs:
-                refs.append(probs.ref)
-            picks.append(ProbsPick(refs.index(probs.ref), probs.entry))
+            if probs is not None and probs.source not in sources:
+                sources.append(probs.source)
+            picks.append(None if probs is None else ProbsPick(sources.index(probs.source), probs.entry))
+        reply: TargetReply
         try:
-            reply: TargetReply = await self._handle.verify.remote([job for job, _ in batch], picks, *refs)
-        except RayActorError as error:
-            self._life.lost(error)
-            raise TargetLost(f"target: {_first_line(error)}") from error
+            if self._link is not None:
+                parts = [each if isinstance(each, bytes) else pickle.dumps(await each) for each in sources]
+                reply, _ = await self._link.call("verify", (jobs, picks), parts)
+            else:
+                reply = await self._handle.verify.remote(jobs, picks, *sources)
+        except (RayActorError, LinkLostError) as error:
+            raise TargetLost(self._lost(error)) from error
         except ObjectLostError as error:
             raise ProbsLost(_first_line(error)) from error
         return [Judgement(verdict, reply.span, reply.tokens) for verdict in reply.verdicts]
 
-    def release(self, request_id: str) -> None:
-        if self._life.up.is_set():
-            self._handle.release.remote(request_id)
+
+Draft = tuple[DraftBlock, ProbsHandle | None]
 
 
 def _own_fault(error: Exception) -> bool:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import ray
+
 from duo_ray import hardware
+from duo_ray.actors import wire
 from duo_ray.types import DraftProbs, TargetReply, VerifyJob
 
 
@@ -53,6 +58,9 @@ class ProbsPick:
     entry: int
 
 
+Judged = tuple[Sequence[VerifyJob], Sequence[ProbsPick | None]]
+
+
 class TargetActor:
     """Ray actor around `TransformersTarget`: one pass at a time, state only in the model."""
 
@@ -66,6 +74,7 @@ class TargetActor:
         quiet: Callable[[], None] = logging.disable_progress_bar
         quiet()  # it would be drawn into the middle of the user's terminal
         self._settings = settings
+        self._busy = threading.Lock()  # actor calls and the socket's thread take turns
         self._model = TransformersTarget.load(
             settings.path,
             device=settings.device,
@@ -97,11 +106,23 @@ class TargetActor:
         self,
         jobs: Sequence[VerifyJob],
         picks: Sequence[ProbsPick | None],
-        *probs: tuple[DraftProbs | None, ...],
+        *probs: tuple[DraftProbs | None, ...] | bytes,
     ) -> TargetReply:
         """One pass. `probs` are what draft actors returned, handed on by reference; `picks` says which is whose."""
-        chosen = [None if pick is None else probs[pick.argument][pick.entry] for pick in picks]
-        return self._model.verify(jobs, chosen)
+        read = [pickle.loads(each) if isinstance(each, bytes) else each for each in probs]
+        chosen = [None if pick is None else read[pick.argument][pick.entry] for pick in picks]
+        with self._busy:
+            return self._model.verify(jobs, chosen)
 
     def release(self, request_id: str) -> None:
-        self._model.release(request_id)
+        with self._busy:
+            self._model.release(request_id)
+
+    def listen(self) -> tuple[str, str]:
+        """Open a socket that takes `verify` and `release`: (id of this node, its path)."""
+
+        def verify(argument: Judged, parts: wire.Parts) -> tuple[TargetReply, wire.Parts]:
+            return self.verify(*argument, *parts), ()
+
+        path = wire.listen({"verify": verify}, {"release": self.release})
+        return ray.get_runtime_context().get_node_id(), path
