@@ -23,6 +23,7 @@ import ray
 from rich.progress import track
 
 from benchmarks.drafts import demo_draft, poor_draft, random_draft
+from duo_ray.actors.launch import start_local
 from duo_ray.config import load_config
 from duo_ray.hardware import detect_machine
 from duo_ray.session import Answer, Duo
@@ -56,9 +57,7 @@ def run(tokens: int, count: int, settings: dict[str, object]) -> dict[str, Any]:
     drafts = {"demo": demo_draft(), "Q2_K": poor_draft(), "random": random_draft()}
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        ray.init(
-            address="local", num_cpus=16, resources={"draft_cpu": 8}, include_dashboard=False, logging_level="ERROR"
-        )
+        start_local([{"CPU": 16, "draft_cpu": 8}])
         stack.callback(ray.shutdown)
         everything = stack.enter_context(Duo(load_config(None, {**settings, "models.draft.model": None})))
         pipelines = {

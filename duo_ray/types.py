@@ -170,6 +170,8 @@ class DraftJob:
     sampling: SamplingParams
     width_cost: float = 1.0
     """What a token in a parallel sequence costs of one in a longer sequence; see `core.sequences.split`."""
+    chance_temperature: float = 1.0
+    """Greedy requests: the temperature at which the draft's probabilities are the chances of its heads."""
 
 
 @dataclass(frozen=True, slots=True)

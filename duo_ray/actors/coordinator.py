@@ -229,15 +229,16 @@ class _Run:
         first = stats.first_token is None
         decoding.plan(draft_available=self._draft_available())
         lead = await self._lead()
+        asked = False
         if self._draft_available() and (job := decoding.draft_job()) is not None:
-            self._pending = self._ask(job)
+            self._pending, asked = self._ask(job), True
         judgement = await self._judge()
         emit(decoding.commit(judgement.verdict))
         if first:
             # Shown at once: the first token does not wait for the draft's prompt pass.
             emit(decoding.settle())
             stats.first_token = time.time()
-        block = await self._collect()
+        block = await self._collect(wait=asked and not first)
         emit(decoding.settle())
         stats.ended = time.time()
         if first:
@@ -292,12 +293,17 @@ class _Run:
                 )
                 return judgement
 
-    async def _collect(self) -> DraftBlock | None:
-        """The block written meanwhile, if it is ready or nearly so."""
+    async def _collect(self, *, wait: bool) -> DraftBlock | None:
+        """The block written meanwhile, if it is ready, or nearly so where it is worth waiting.
+
+        A block asked for in this step is. One that is late already (a prompt pass, a busy core) comes when it comes:
+        the target goes on alone until then.
+        """
         if self._pending is None:
             return None
-        if not self._decoding.finished:
-            await asyncio.wait([self._pending], timeout=self._coordinator.patience(self._request))
+        patience = self._coordinator.patience(self._request)
+        if not self._decoding.finished and (wait or patience is None):
+            await asyncio.wait([self._pending], timeout=patience)
         if not self._pending.done():
             return None
         answer = self._take()

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+_CALIBRATION_RATE = 0.15
+
 LARGEST = 64
 """No more than this many tokens are ever planned for one block or one lead."""
 
@@ -291,11 +293,13 @@ def _divergence(p: float, q: float) -> float:
 class Acceptance:
     """Running chances that drafting succeeds: of one request, or of all requests of a pipeline as their prior."""
 
-    __slots__ = ("_head", "_token")
+    __slots__ = ("_head", "_token", "sharpness")
 
     def __init__(self) -> None:
         self._token = _Chance(0.8)
         self._head = _Chance(0.7)
+        self.sharpness = 0.5
+        """Temperature at which the draft's probability of its best head is the chance that greedy decoding takes it."""
 
     @property
     def token(self) -> float:
@@ -319,8 +323,18 @@ class Acceptance:
         if bet_won is not None:
             self._head.observe(int(bet_won), int(not bet_won))
 
+    def calibrate(self, chance: float, *, won: bool) -> None:
+        """The best head was given `chance` at the present sharpness, and won or lost its bet (greedy requests).
+
+        A draft unsure between two tokens often puts the same one first as the target does, so its probabilities taken
+        as they are would open sequences for bets that hardly ever win.
+        """
+        step = _CALIBRATION_RATE * (chance - won)
+        self.sharpness = min(1.0, max(0.05, self.sharpness * math.exp(step)))
+
     def copy(self) -> Acceptance:
         twin = Acceptance()
+        twin.sharpness = self.sharpness
         twin._token, twin._head = self._token.copy(), self._head.copy()
         return twin
 
@@ -415,6 +429,11 @@ class GammaController:
             self._gap = self._wait = 1
             return Plan(lead, gamma, gamma > 0, "fixed" if self._allowed.sum() == 1 else "auto")
         return self._probe() or Plan(0, 0, False, f"plain: drafting {gain:.2f}x of plain decoding")
+
+    def calibrate(self, chance: float, *, won: bool) -> None:
+        """See `Acceptance.calibrate`; learned for this request and for those after it."""
+        for acceptance in (self.acceptance, self._pooled):
+            acceptance.calibrate(chance, won=won)
 
     def width_cost(self, gamma: int) -> float:
         """Cost of a token in a parallel sequence as a share of one in a longer sequence, for `core.sequences.split`.

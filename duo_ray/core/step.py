@@ -190,6 +190,7 @@ class Decoding(Generic[Probs]):
             acceptance=self.controller.acceptance.token,
             sampling=self.request.sampling,
             width_cost=self.controller.width_cost(budget) if bets else 1.0,
+            chance_temperature=self.controller.acceptance.sharpness,
         )
 
     def _context(self, agreed: int, *, end: int | None = None, extra: Ids = ()) -> Context:
@@ -242,6 +243,8 @@ class Decoding(Generic[Probs]):
         found = continuation(block, sent.assumed, committed)
         if ending is not None and not ending.settled and len(committed) == len(sent.assumed) + 1:
             ending.bet_won = found is not None
+            if block.sequences and self.request.sampling.greedy:
+                self.controller.calibrate(block.sequences[0].chance, won=found is not None and found[0] == 0)
         if ending is not None:
             ending.gamma = sent.gamma
             ending.best_tail = max((len(s.ids) for s in block.sequences), default=0)

@@ -37,12 +37,16 @@ from duo_ray.types import (
     DraftProbs,
     DraftSequence,
     DuoRayError,
+    Ids,
     Outcome,
     Span,
     UnknownPrefix,
 )
 
 Logits = NDArray[np.float32]
+
+_WORTH_KEEPING = 8
+"""Shared tokens from which a request prefers the slot that another one left."""
 
 _MICRO_BATCH = 64
 """Tokens llama.cpp computes at once; more is no faster on a CPU and attention scratch grows with it."""
@@ -92,7 +96,8 @@ class LlamaCppDraft:
         self._batch = ll.llama_batch_init(self._batch_size, 0, 1)
         self._memory_bytes = _log.buffer_bytes
         self._held: dict[str, _Slot] = {}  # idle longest first
-        self._free = [range(i * max_sequences, (i + 1) * max_sequences) for i in range(slots)]
+        ranges = (range(i * max_sequences, (i + 1) * max_sequences) for i in range(slots))
+        self._idle = [_Slot(seq_ids) for seq_ids in ranges]  # idle longest first
 
     @classmethod
     def load(
@@ -199,17 +204,33 @@ class LlamaCppDraft:
         return [(i, ll.llama_vocab_get_text(vocab, i).decode(errors="replace")) for i in ids]
 
     def release(self, request_id: str) -> None:
-        """Free everything held for a request; unknown ids are ignored."""
+        """Free the request's slot; unknown ids are ignored.
+
+        Its ids stay in the cache until another request takes the slot: one that begins alike (the same system prompt,
+        the next turn of a conversation) reads only what is new.
+        """
+        slot = self._held.pop(request_id, None)
+        if slot is not None:
+            kept, *others = slot.sequences
+            self._crop(kept, len(slot.log))
+            kept.tail.clear()
+            for sequence in others:
+                self._crop(sequence, 0)
+            slot.sequences = [kept]
+            self._idle.append(slot)
+
+    def _forget(self, request_id: str) -> None:
+        """Free the slot and what it holds, which may not be what it should be."""
         slot = self._held.pop(request_id, None)
         if slot is not None:
             for sequence in slot.sequences:
                 self._crop(sequence, 0)
-            self._free.append(slot.seq_ids)
+            self._idle.insert(0, _Slot(slot.seq_ids))
 
     def warm_up(self, steps: int) -> list[tuple[int, float]]:
         """Decode with 1, 2 and 4 sequences, `steps` times each: (width, seconds), as in `DraftBlock.token_seconds`."""
         timings = []
-        [slot] = self._take([""])
+        [slot] = self._take([Context("", 0, 0, (), 0)])
         try:
             for width in (w for w in (1, 2, 4) if w <= self.max_sequences):
                 slot.sequences = [_Sequence(seq_id) for seq_id in slot.seq_ids[:width]]
@@ -227,7 +248,7 @@ class LlamaCppDraft:
                     for sequence in slot.sequences:
                         self._crop(sequence, 0)
         finally:
-            self.release("")
+            self._forget("")
         return timings
 
     def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[DraftBlock, DraftProbs | None]]:
@@ -246,7 +267,7 @@ class LlamaCppDraft:
         self._check(jobs)
         started = time.time()
         request_ids = [job.context.request_id for job in jobs]
-        slots = self._take(request_ids)
+        slots = self._take([job.context for job in jobs])
         try:
             drafts = [self._begin(job, slot) for job, slot in zip(jobs, slots, strict=True)]
             self._read_contexts(drafts)
@@ -254,7 +275,7 @@ class LlamaCppDraft:
                 self._advance(pending)
         except BaseException:
             for request_id in request_ids:
-                self.release(request_id)
+                self._forget(request_id)
             raise
         span = Span(started, time.time())
         return [(draft.block(span), draft.probs(self._keep)) for draft in drafts]
@@ -293,19 +314,25 @@ class LlamaCppDraft:
 
     # --- requests and their sequences
 
-    def _take(self, request_ids: Sequence[str]) -> list[_Slot]:
+    def _take(self, contexts: Sequence[Context]) -> list[_Slot]:
         """The slots of these requests, which become the most recently used; others make room for new ones."""
         if self._context is None:
             raise LlamaCppError("this draft is closed: load it again")
-        for request_id in request_ids:
-            if request_id in self._held:
-                self._held[request_id] = self._held.pop(request_id)
-        for request_id in request_ids:
-            if request_id not in self._held:
-                if not self._free:
+        for context in contexts:
+            if context.request_id in self._held:
+                self._held[context.request_id] = self._held.pop(context.request_id)
+        for context in contexts:
+            if context.request_id not in self._held:
+                if not self._idle:
                     self.release(next(iter(self._held)))
-                self._held[request_id] = _Slot(self._free.pop())
-        return [self._held[request_id] for request_id in request_ids]
+                self._held[context.request_id] = self._choose_idle(context.ids)
+        return [self._held[context.request_id] for context in contexts]
+
+    def _choose_idle(self, ids: Ids) -> _Slot:
+        """The idle slot whose ids go furthest with these; without a prefix worth keeping, the one idle longest."""
+        shared = [common_prefix(slot.log.ids, list(ids)) for slot in self._idle]
+        longest = max(shared)
+        return self._idle.pop(shared.index(longest) if longest >= _WORTH_KEEPING else 0)
 
     def _begin(self, job: DraftJob, slot: _Slot) -> _Draft:
         """Keep the sequence that shares most with the job's context, cropped to what it shares."""
@@ -450,12 +477,12 @@ class LlamaCppDraft:
         branch.rows.append(row)
 
     def _choices(self, draft: _Draft, branch: _Branch, logits: Logits, count: int) -> Row:
-        """The most probable next tokens of a branch, best first. Greedy: `count` of them, temperature 1; else q."""
+        """The most probable next tokens of a branch, best first. Greedy: `count` of them and their chances; else q."""
         params = draft.job.sampling
         logits = self._penalised(draft, branch, logits)
         if params.greedy:
             top = most_probable(logits, count)
-            weights = np.exp(logits - logits[top[0]])
+            weights = np.exp((logits - logits[top[0]]) / draft.job.chance_temperature)
             return top.astype(np.int32), weights[top] / weights.sum()
         top = most_probable(logits, self._keep)
         q = distribution(logits[top], params).astype(np.float32)

@@ -173,7 +173,7 @@ class ScriptedDraft:
             return []
         if not job.bets:
             return [((), 1.0, job.budget)]
-        warm = SamplingParams(temperature=job.sampling.temperature or 1.0)
+        warm = SamplingParams(temperature=job.sampling.temperature or job.chance_temperature)
         first = distribution(self._logits(ids, job), warm)
         heads = most_probable(first, job.max_sequences)
         second = distribution(self._logits((*ids, int(heads[0])), job), warm).max()

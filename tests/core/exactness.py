@@ -38,6 +38,9 @@ class Fixed:
     def plan(self):
         return self.fixed
 
+    def calibrate(self, chance, *, won):
+        pass
+
     def width_cost(self, gamma):
         return 0.5
 

@@ -492,3 +492,18 @@ def test_a_copy_of_acceptance_lives_its_own_life() -> None:
     twin.observe(5, 0, False)
     assert twin.token < acceptance.token
     assert twin.head < acceptance.head
+
+
+@pytest.mark.parametrize("truth", [0.75, 0.9, 0.97])
+def test_the_sharpness_settles_where_predicted_chances_meet_the_bets_won(truth: float) -> None:
+    """Heads given 0.4 or 0.7 by the draft at temperature 1, of two candidates, win a fixed share of their bets."""
+    acceptance = Acceptance()
+    rng = np.random.default_rng(0)
+    predicted = []
+    for step in range(600):
+        weight = (0.55, 0.75)[step % 2]
+        raised = np.array([weight, 1.0 - weight]) ** (1.0 / acceptance.sharpness)
+        chance = float(raised[0] / raised.sum())
+        predicted.append(chance)
+        acceptance.calibrate(chance, won=bool(rng.random() < truth))
+    assert np.mean(predicted[300:]) == pytest.approx(truth, abs=0.05)
