@@ -232,7 +232,7 @@ class OptimizationConfig(_Section):
     """gamma: tokens of one block over all its sequences; auto: chosen at each step from measured times."""
     max_sequences: Annotated[int, _whole(1, 8)] = 4
     """Sequences one block may hold."""
-    warmup_steps: Annotated[int, _whole(0, 10_000)] = 50
+    warmup_steps: Annotated[int, _whole(0, 10_000)] = 6
     """Passes run through each model at the start, to measure it before the first request."""
     draft_actors: Annotated[AutoInt, _whole(1, 1024, "auto")] = "auto"
     """Draft processes; auto: one for every 8 draft cores, at least one."""
