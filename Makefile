@@ -16,7 +16,8 @@ demo: setup
 	$(BIN)/duo-ray generate "Explain gravity to a child."
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 -m "not ray and not models"
+	$(BIN)/python -m pytest -m "ray or models"
 
 check: setup
 	$(BIN)/ruff check .

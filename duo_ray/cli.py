@@ -241,7 +241,7 @@ def quantize(
 ) -> None:
     """Make a smaller, faster draft from a GGUF with llama.cpp's own quantiser."""
     with _user_errors():
-        from duo_ray.models.llama_cpp import quantize as run  # noqa: PLC0415
+        from duo_ray.models.llama_library import quantize as run  # noqa: PLC0415
 
         with errors.status(f"quantising {source.name} to {type_name}"):
             run(source, output, type_name, threads)

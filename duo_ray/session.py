@@ -100,15 +100,16 @@ class Duo:
         seed = defaults.seed if seed is None else seed
         params = self.prepared.config.sampling_params(seed=secrets.randbits(62))
         given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
+        sampling_params = replace(params, seed=params.seed if seed is None else seed, **given)
         return Request(
             request_id=new_request_id(),
             prompt=tuple(ids),
-            sampling=replace(params, seed=params.seed if seed is None else seed, **given),
+            sampling=sampling_params,
             max_tokens=defaults.max_tokens if max_tokens is None else max_tokens,
             stop=tuple(defaults.stop if stop is None else stop),
             ignore_eos=ignore_eos,
             draft=draft,
-            reproducible=seed is not None,
+            reproducible=seed is not None and not sampling_params.greedy,
             draft_budget=draft_budget,
             max_sequences=max_sequences,
             trace=trace,

@@ -41,7 +41,7 @@ def demo_target() -> Path:
 @pytest.fixture(scope="session")
 def poor_gguf(demo_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft of really lower quality: the demo model in Q2_K."""
-    from duo_ray.models.llama_cpp import quantize
+    from duo_ray.models.llama_library import quantize
 
     path = tmp_path_factory.mktemp("poor") / "SmolLM2-135M-Instruct.Q2_K.gguf"
     quantize(demo_gguf, path, "Q2_K", 2)

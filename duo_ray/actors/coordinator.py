@@ -139,6 +139,8 @@ class Coordinator:
                     await steps
                 finally:
                     cancelled.set()
+                    if not self._target.available:
+                        steps.cancel()  # it waits for the target's return, which may take minutes
                     await asyncio.wait([steps])
         finally:
             del self._cancelled[request.request_id]
@@ -193,9 +195,16 @@ class Coordinator:
         for width, seconds in block.token_seconds:
             self._costs.observe_draft(width, seconds)
 
-    def patience(self, request: Request) -> float | None:
-        """Seconds to wait for a draft after the target answered: never longer than a plain pass would take."""
-        return None if request.reproducible else self._costs.target_seconds(1)
+    def patience(self, request: Request, job: DraftJob, sent: float) -> float | None:
+        """Seconds to wait from now for a draft job sent at time `sent`; None: as long as it takes.
+
+        Half as long again as its tokens should take, and no less than a plain pass: while one is waited for, the other
+        could have been done. A reproducible request waits, whatever the time.
+        """
+        if request.reproducible:
+            return None
+        expected = job.budget * self._costs.draft_seconds(1)
+        return max(self._costs.target_seconds(1), sent + 1.5 * expected - time.time())
 
 
 class _Run:
@@ -227,18 +236,19 @@ class _Run:
         decoding, stats = self._decoding, self._stats
         began = time.time()
         first = stats.first_token is None
-        decoding.plan(draft_available=self._draft_available())
+        decoding.plan(without_draft=self._without_draft())
         lead = await self._lead()
-        asked = False
-        if self._draft_available() and (job := decoding.draft_job()) is not None:
-            self._pending, asked = self._ask(job), True
+        sent, job = time.time(), None
+        if self._without_draft() is None and (job := decoding.draft_job()) is not None:
+            self._pending = self._ask(job)
         judgement = await self._judge()
         emit(decoding.commit(judgement.verdict))
         if first:
             # Shown at once: the first token does not wait for the draft's prompt pass.
             emit(decoding.settle())
             stats.first_token = time.time()
-        block = await self._collect(wait=asked and not first)
+        patience = 0.0 if first or job is None else self._coordinator.patience(self._request, job, sent)
+        block = await self._collect(patience)
         emit(decoding.settle())
         stats.ended = time.time()
         if first:
@@ -258,9 +268,11 @@ class _Run:
         job = self._decoding.lead_job()
         if job is None:
             return None
+        sent = time.time()
         self._pending = self._ask(job)
-        patience = self._coordinator.patience(self._request)
-        await asyncio.wait([self._pending], timeout=None if patience is None else max(1.0, 4 * patience))
+        # Nothing else could be done meanwhile, and after plain steps there is a stretch of context to read first.
+        patience = self._coordinator.patience(self._request, job, sent)
+        await asyncio.wait([self._pending], timeout=None if patience is None else max(1.0, patience))
         if not self._pending.done():
             return None
         answer = self._take()
@@ -293,16 +305,16 @@ class _Run:
                 )
                 return judgement
 
-    async def _collect(self, *, wait: bool) -> DraftBlock | None:
-        """The block written meanwhile, if it is ready, or nearly so where it is worth waiting.
+    async def _collect(self, patience: float | None) -> DraftBlock | None:
+        """The block written meanwhile, if it comes within `patience` seconds.
 
-        A block asked for in this step is. One that is late already (a prompt pass, a busy core) comes when it comes:
-        the target goes on alone until then.
+        One that is late already (a prompt pass, a busy core) is not waited for: the target goes on alone.
         """
         if self._pending is None:
             return None
-        patience = self._coordinator.patience(self._request)
-        if not self._decoding.finished and (wait or patience is None):
+        if self._request.reproducible:
+            patience = None  # whether a block is late must not depend on time
+        if not self._decoding.finished:
             await asyncio.wait([self._pending], timeout=patience)
         if not self._pending.done():
             return None
@@ -329,8 +341,11 @@ class _Run:
             logger.warning("%s: %s; this request goes on without a draft", self._request.request_id, error)
         return None
 
-    def _draft_available(self) -> bool:
-        return self._draft is not None and self._draft.available and self._draft_fault is None
+    def _without_draft(self) -> str | None:
+        """Why no draft can be asked now; None when one can."""
+        if self._draft is None or self._draft_fault is not None:
+            return self._draft_fault or "no draft"
+        return None if self._draft.available else "draft not available"
 
     def _account(self, wall: Span, judgement: Judgement, lead: DraftBlock | None, block: DraftBlock | None) -> None:
         lead_seconds = lead.span.seconds if lead is not None else 0.0

@@ -40,6 +40,8 @@ class DraftInfo:
     """What a draft actor says about itself."""
 
     pid: int
+    node: str
+    """Ray's id of the node it runs on."""
     cores: tuple[int, ...]
     vocab_size: int
     max_context: int
@@ -74,6 +76,7 @@ class DraftActor:
     def describe(self) -> DraftInfo:
         return DraftInfo(
             pid=os.getpid(),
+            node=ray.get_runtime_context().get_node_id(),
             cores=self._settings.cores,
             vocab_size=self._model.vocab_size,
             max_context=self._model.max_context,

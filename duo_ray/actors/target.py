@@ -40,6 +40,8 @@ class TargetInfo:
     """What a target actor says about itself."""
 
     pid: int
+    node: str
+    """Ray's id of the node it runs on."""
     device: str
     dtype: str
     cores: tuple[int, ...]
@@ -93,6 +95,7 @@ class TargetActor:
     def describe(self) -> TargetInfo:
         return TargetInfo(
             pid=os.getpid(),
+            node=ray.get_runtime_context().get_node_id(),
             device=self._settings.device,
             dtype=self._settings.dtype,
             cores=self._settings.cores,

@@ -24,7 +24,7 @@ def decode(
     request_id = decoding.request.request_id
     try:
         while not decoding.finished:
-            decoding.plan(draft_available=draft is not None)
+            decoding.plan(without_draft="no draft" if draft is None else None)
             lead = decoding.lead_job()
             if lead is not None and draft is not None:
                 decoding.hold(*draft.draft([lead])[0])

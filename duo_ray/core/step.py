@@ -119,23 +119,23 @@ class Decoding(Generic[Probs]):
 
     # --- asking
 
-    def plan(self, *, draft_available: bool = True) -> Plan:
-        """Begin a step: how much to draft, or why not to."""
+    def plan(self, *, without_draft: str | None = None) -> Plan:
+        """Begin a step: how much to draft, or why not to. `without_draft` says why none can be asked."""
         self._step += 1
         # A pass commits one token more than its block keeps: beyond that nothing is worth verifying.
         self._hand = replace(self._hand, ids=self._hand.ids[: self.generation.remaining - 1])
-        self._plan = plan = self._bounded_plan(draft_available=draft_available)
+        self._plan = plan = self._bounded_plan(without_draft)
         if plan.gamma == 0 and plan.lead == 0:
             kind, _, detail = plan.reason.partition(": ")
             self.stats.reasons[kind] += 1
             self.stats.last_reason = detail or self.stats.last_reason
         return plan
 
-    def _bounded_plan(self, *, draft_available: bool) -> Plan:
+    def _bounded_plan(self, without_draft: str | None) -> Plan:
         if self._draft_context is None:
             return Plan(0, 0, False, "no draft")
-        if not draft_available:
-            return Plan(0, 0, False, "draft not available")
+        if without_draft is not None:
+            return Plan(0, 0, False, without_draft)
         if self._sent is not None:
             return Plan(0, 0, False, "draft is late")
         first = not self.generation.token_ids

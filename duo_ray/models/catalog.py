@@ -275,7 +275,7 @@ def _converted(header: GgufHeader, progress: Progress) -> Path:
 
 def _quantised(header: GgufHeader, quant: str, threads: int, progress: Progress) -> Path:
     """The file of another quantisation, made now if it is not cached."""
-    from duo_ray.models.llama_cpp import quantize  # noqa: PLC0415 (loads llama.cpp)
+    from duo_ray.models.llama_library import quantize  # noqa: PLC0415 (loads llama.cpp)
 
     name = f"{header.path.stem}-{_key(header.path, 'llama-cpp-python')}.{quant}.gguf"
     final = cache_directory() / "drafts" / name

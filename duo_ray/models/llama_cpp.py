@@ -10,14 +10,9 @@ A call that fails in the middle forgets its requests: the next job of each, whic
 
 from __future__ import annotations
 
-import ctypes
-import os
-import re
 import time
-from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +24,7 @@ from duo_ray.core.context import IdLog, common_prefix
 from duo_ray.core.sampling import Purpose, check_finite, distribution, draw, most_probable, penalise, uniform
 from duo_ray.core.sequences import open_heads, split
 from duo_ray.core.verify import Row
+from duo_ray.models.llama_library import LlamaCppError, check_model, load_model, log, start_library
 from duo_ray.types import (
     Context,
     ContextOverflow,
@@ -36,7 +32,6 @@ from duo_ray.types import (
     DraftJob,
     DraftProbs,
     DraftSequence,
-    DuoRayError,
     Ids,
     Outcome,
     Span,
@@ -50,17 +45,6 @@ _WORTH_KEEPING = 8
 
 _MICRO_BATCH = 64
 """Tokens llama.cpp computes at once; more is no faster on a CPU and attention scratch grows with it."""
-
-_FILE_TYPES: dict[str, int] = {
-    match[1]: value
-    for name, value in vars(ll).items()
-    if (match := re.fullmatch(r"LLAMA_FTYPE_(?:MOSTLY|ALL)_(\w+)", name))
-}
-"""llama.cpp's names of weight types: F16, Q8_0, Q4_K_M, ..."""
-
-
-class LlamaCppError(DuoRayError):
-    """llama.cpp could not load, run or quantise a model."""
 
 
 class LlamaCppDraft:
@@ -94,7 +78,7 @@ class LlamaCppDraft:
         self._memory = ll.llama_get_memory(context)
         self._batch_size: int = ll.llama_n_batch(context)
         self._batch = ll.llama_batch_init(self._batch_size, 0, 1)
-        self._memory_bytes = _log.buffer_bytes
+        self._memory_bytes = log.buffer_bytes
         self._held: dict[str, _Slot] = {}  # idle longest first
         ranges = (range(i * max_sequences, (i + 1) * max_sequences) for i in range(slots))
         self._idle = [_Slot(seq_ids) for seq_ids in ranges]  # idle longest first
@@ -144,11 +128,11 @@ class LlamaCppDraft:
             )
         if n_batch < sequences:
             raise ValueError(f"n_batch={n_batch} must be at least slots x max_sequences = {sequences}")
-        _start_library()
-        _log.clear()
-        model = _load_model(Path(path))
+        start_library()
+        log.clear()
+        model = load_model(Path(path))
         try:
-            _check_model(model, Path(path))
+            check_model(model, Path(path))
             trained: int = ll.llama_model_n_ctx_train(model)
             if max_context > trained:
                 raise ValueError(
@@ -168,7 +152,7 @@ class LlamaCppDraft:
             context = ll.llama_init_from_model(model, params)
             if not context:
                 raise LlamaCppError(
-                    f"no context of {slots} x {max_context} tokens for {path}: lower one of them ({_log.quote()})"
+                    f"no context of {slots} x {max_context} tokens for {path}: lower one of them ({log.quote()})"
                 )
         except BaseException:
             ll.llama_model_free(model)
@@ -410,7 +394,7 @@ class LlamaCppDraft:
         batch.n_tokens = len(rows)
         code = ll.llama_decode(self._context, batch)
         if code != 0:
-            raise LlamaCppError(f"llama_decode of {len(rows)} tokens failed with code {code} ({_log.quote()})")
+            raise LlamaCppError(f"llama_decode of {len(rows)} tokens failed with code {code} ({log.quote()})")
 
     def _logits(self, index: int) -> Logits:
         """Logits `[V]` of one row of the last decode, in llama.cpp's own memory: valid until the next decode."""
@@ -602,124 +586,3 @@ class _BatchRow(NamedTuple):
     seq_id: int
     wanted: bool
     """Whether its logits are read."""
-
-
-# --- files
-
-
-def quantize(source: Path, target: Path, type_name: str, threads: int) -> None:
-    """Write `source` with weights of another type by llama.cpp's quantiser, from any type (requantising included).
-
-    Tensors whose rows do not fit the type's blocks get the nearest type that fits, as llama.cpp chooses it.
-
-    Args:
-        type_name: llama.cpp's name of the type: Q2_K, Q4_0, Q4_K_M, Q8_0, F16, ...
-
-    Raises:
-        LlamaCppError: unknown type, unreadable source, existing target, or llama.cpp refused.
-    """
-    if type_name not in _FILE_TYPES:
-        raise LlamaCppError(f"unknown weight type {type_name!r}: choose one of {', '.join(_FILE_TYPES)}")
-    _check_file(source)
-    if target.exists():
-        raise LlamaCppError(f"{target} exists: delete it or choose another name")
-    _start_library()
-    _log.clear()
-    params = ll.llama_model_quantize_default_params()
-    params.ftype = _FILE_TYPES[type_name]
-    params.allow_requantize = True
-    params.nthread = threads
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        if ll.llama_model_quantize(os.fsencode(source), os.fsencode(unfinished), ctypes.byref(params)) != 0:
-            raise LlamaCppError(f"cannot write {source} as {type_name}: {_log.quote()}")
-        unfinished.rename(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _check_file(path: Path) -> None:
-    if not path.is_file():
-        raise LlamaCppError(f"{path} is not a file: give the path of a .gguf file")
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise LlamaCppError(f"{path} is not a GGUF file: its first four bytes differ")
-
-
-def _load_model(path: Path) -> Any:
-    _check_file(path)
-    no_devices = (ctypes.c_void_p * 1)()
-    params = ll.llama_model_default_params()
-    params.devices = ctypes.cast(no_devices, ctypes.c_void_p)  # the draft takes no GPU memory, whatever the build
-    params.n_gpu_layers = 0
-    # AMX kernels crash on processors that have them (llama.cpp issue 20824).
-    params.use_extra_bufts = False
-    model = ll.llama_model_load_from_file(os.fsencode(path), params)
-    if not model:
-        raise LlamaCppError(f"cannot load {path}: {_log.quote()}")
-    return model
-
-
-def _check_model(model: Any, path: Path) -> None:
-    """A draft must generate from left to right, and its cache must forget rejected tokens."""
-    architecture = _metadata(model, "general.architecture")
-    refused = (
-        (
-            ll.llama_model_is_recurrent(model) or ll.llama_model_is_hybrid(model),
-            "recurrent: its state cannot be cropped",
-        ),
-        (ll.llama_model_has_encoder(model), "an encoder-decoder"),
-        (not ll.llama_model_has_decoder(model), "an encoder"),
-        (ll.llama_model_is_diffusion(model), "a diffusion model"),
-        (_metadata(model, f"{architecture}.attention.causal") == "false", "an embedding model"),
-    )
-    for wrong, kind in refused:
-        if wrong:
-            raise LlamaCppError(f"{path} ({architecture}) cannot draft, it is {kind}: use a decoder-only transformer")
-
-
-def _metadata(model: Any, key: str) -> str:
-    """A value of the file's header as text; empty when it is not there."""
-    buffer = ctypes.create_string_buffer(128)
-    ll.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
-    return buffer.value.decode(errors="replace")
-
-
-class _Log:
-    """What is kept of llama.cpp's messages: the last errors, and the sizes of the buffers it allocated."""
-
-    _info, _error, _continued = 2, 4, 5  # ggml.h, enum ggml_log_level
-
-    def __init__(self) -> None:
-        self._errors: deque[str] = deque(maxlen=6)
-        self._level = self._info
-        self.buffer_bytes = 0
-
-    def clear(self) -> None:
-        self._errors.clear()
-        self.buffer_bytes = 0
-
-    def add(self, level: int, text: str) -> None:
-        if level != self._continued:
-            self._level = level
-        if self._level == self._error:
-            self._errors.append(text.strip())
-        elif size := re.search(r"buffer size = *([\d.]+) MiB", text):
-            self.buffer_bytes += int(float(size[1]) * 2**20)
-
-    def quote(self) -> str:
-        return "; ".join(self._errors) or "llama.cpp gave no reason"
-
-
-_log = _Log()
-
-
-@ll.llama_log_callback  # type: ignore[untyped-decorator]
-def _on_log(level: int, text: bytes, _: object) -> None:
-    _log.add(level, text.decode(errors="replace"))
-
-
-@cache
-def _start_library() -> None:
-    ll.llama_log_set(_on_log, ctypes.c_void_p(0))
-    ll.llama_backend_init()

@@ -98,7 +98,7 @@ def test_eos_inside_a_block_ends_where_greedy_decoding_ends():
 def test_without_a_draft_every_token_is_plain():
     run_, tokens = run(GREEDY, PLAIN, draft_table=None, max_tokens=5)
     assert {token.origin for token in tokens} == {Origin.PLAIN}
-    assert run_.stats.reasons == {"draft not available": 5}
+    assert run_.stats.reasons == {"no draft": 5}
 
 
 def test_the_same_seed_gives_the_same_text_and_another_one_another():

@@ -293,7 +293,7 @@ class TestDraft:
     def test_a_missing_quantisation_is_made_once_from_the_finest_file(
         self, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from duo_ray.models import llama_cpp
+        from duo_ray.models import llama_library
 
         calls: list[tuple[Path, str, int]] = []
 
@@ -301,7 +301,7 @@ class TestDraft:
             calls.append((source, type_name, threads))
             target.touch()
 
-        monkeypatch.setattr(llama_cpp, "quantize", quantize)
+        monkeypatch.setattr(llama_library, "quantize", quantize)
         write_gguf(tmp_path / "small-Q4_0.gguf")
         finest = write_gguf(tmp_path / "large-F16-weights.gguf", tensor="a_tensor_with_a_long_name" * 2)
         made = [resolve_draft(str(tmp_path), "Q2_K", threads=3) for _ in range(2)]

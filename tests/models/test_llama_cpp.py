@@ -13,7 +13,8 @@ from scipy.stats import chisquare
 from duo_ray.core.context import IdLog
 from duo_ray.core.sampling import Purpose, distribution, draw, penalise, uniform
 from duo_ray.models import llama_cpp as engine
-from duo_ray.models.llama_cpp import LlamaCppDraft, LlamaCppError, quantize
+from duo_ray.models.llama_cpp import LlamaCppDraft
+from duo_ray.models.llama_library import LlamaCppError, quantize
 from duo_ray.types import (
     ContextOverflow,
     DraftBlock,
@@ -778,3 +779,26 @@ def test_the_demo_draft_quantised_to_two_bits_loads_and_drafts(demo_path: Path, 
 def test_the_log_callback_survives_text_that_is_not_utf8() -> None:
     engine._on_log(4, b"bad \xff byte\n", ctypes.c_void_p(0))
     assert "bad" in engine._log.quote()
+
+
+def test_ids_beyond_the_targets_tokenizer_are_never_proposed(tmp_path: Path) -> None:
+    """Case 5: the draft's vocabulary is padded beyond the target's."""
+    path = tmp_path / "padded.gguf"
+    write_tiny_llama(path, seed=3, vocab_size=VOCAB, context=CONTEXT)
+    draft = LlamaCppDraft.load(path, threads=1, max_context=CONTEXT, slots=2, max_sequences=4, vocab_size=40)
+    try:
+        assert draft.vocab_size == 40
+        flat = SamplingParams(temperature=20.0, seed=1)
+        for start in range(2, 30):
+            block, probs = draft_one(draft, make_job((0, start), 24, flat, bets=True, max_sequences=4))
+            assert max(max(ids) for ids in drafted_ids(block)) < 40
+            assert all(row.max(initial=0) < 40 for row in probs.ids)
+    finally:
+        draft.close()
+
+
+def test_the_vocabulary_sample_spells_tokens_as_the_file_does(draft: LlamaCppDraft) -> None:
+    sample = draft.vocabulary_sample(16)
+    assert 16 <= len(sample) <= VOCAB
+    assert [i for i, _ in sample] == sorted({i for i, _ in sample})
+    assert all(text for _, text in sample)
