@@ -247,7 +247,8 @@ class _Run:
             # Shown at once: the first token does not wait for the draft's prompt pass.
             emit(decoding.settle())
             stats.first_token = time.time()
-        patience = 0.0 if first or job is None else self._coordinator.patience(self._request, job, sent)
+        waits = job is not None and not first and not decoding.probing
+        patience = self._coordinator.patience(self._request, job, sent) if job is not None and waits else 0.0
         block = await self._collect(patience)
         emit(decoding.settle())
         stats.ended = time.time()

@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+PROBE = "probe"
+"""The reason of a plan that drafts only to keep the estimates alive while a request decodes plainly."""
+
 _CALIBRATION_RATE = 0.15
 
 LARGEST = 64
@@ -394,7 +397,7 @@ class GammaController:
 
     Plain decoding begins when no plan is expected to be 1% faster, and ends when one is expected to be 4% faster. In
     between, small probes beside the target's pass keep the estimates alive: each after twice as many steps as the one
-    before (up to 4 where they fit beside the pass, 256 where they do not), and only when the time a probe may cost has
+    before (up to 6 where they fit beside the pass, 256 where they do not), and only when the time a probe may cost has
     been saved up from 2% of the time of plain decoding. A bet won by a probe is followed by another at once.
     """
 
@@ -402,7 +405,7 @@ class GammaController:
     _SWITCH = 1.01
     _PROBE_SHARE = 0.02
     _SAVED_STEPS = 2.0
-    _FREE_GAP, _LONGEST_GAP = 4, 256
+    _FREE_GAP, _LONGEST_GAP = 6, 256
 
     def __init__(self, policy: Policy, costs: Costs, acceptance: Acceptance) -> None:
         self.acceptance = acceptance.copy()
@@ -501,10 +504,10 @@ class GammaController:
             min(max(size, policy.gamma_min), policy.gamma_max) if policy.draft_budget is None else policy.draft_budget
         )
         if policy.overlap is False:
-            plan = Plan(policy.lead or size, 0, False, "probe")
+            plan = Plan(policy.lead or size, 0, False, PROBE)
             block = 0.0
         else:
-            plan = Plan(0, size, True, "probe")
+            plan = Plan(0, size, True, PROBE)
             block = max(0.0, size * token - second) + self.acceptance.head * (costs.target_seconds(size) - second)
         cost = block + self._lead_cost(plan.lead)
         if plan.overlap and policy.lead is None and fits >= 4 and cost + self._lead_cost(1) <= self._savings:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from duo_ray.core.gamma import GammaController, Plan
+from duo_ray.core.gamma import PROBE, GammaController, Plan
 from duo_ray.core.request import Detokenizer, Generation
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.verify import continuation
@@ -69,6 +69,9 @@ class _Ending:
     verdict: Verdict
     settled: bool = False
     bet_won: bool | None = None
+    """Whether a head bet on the token drawn in this step; None: no block came in time to bet on it."""
+    late_bet_won: bool | None = None
+    """The same of an earlier step's block that came only now."""
     gamma: int = 0
     best_tail: int | None = None
 
@@ -215,6 +218,11 @@ class Decoding(Generic[Probs]):
         """What the block in hand was sampled from is lost, so it cannot be judged."""
         self._hand = _Hand()
 
+    @property
+    def probing(self) -> bool:
+        """Whether this step's block only tells how good the draft is: it is not worth waiting for."""
+        return self._plan.reason == PROBE
+
     def hold(self, block: DraftBlock, probs: Probs | None) -> None:
         """The lead came back: it is the block in hand."""
         self._receive(block)
@@ -241,10 +249,16 @@ class Decoding(Generic[Probs]):
         if ending is not None and not ending.settled and ending.verdict.token is not None:
             committed += (ending.verdict.token,)
         found = continuation(block, sent.assumed, committed)
-        if ending is not None and not ending.settled and len(committed) == len(sent.assumed) + 1:
-            ending.bet_won = found is not None
-            if block.sequences and self.request.sampling.greedy:
-                self.controller.calibrate(block.sequences[0].chance, won=found is not None and found[0] == 0)
+        place = len(sent.assumed)
+        if ending is not None and len(committed) > place and committed[:place] == sent.assumed:
+            heads = [sequence.bet.token for sequence in block.sequences if sequence.bet is not None]
+            won = committed[place] in heads
+            if not ending.settled and len(committed) == place + 1:
+                ending.bet_won = won
+            else:
+                ending.late_bet_won = won
+            if heads and self.request.sampling.greedy:
+                self.controller.calibrate(block.sequences[0].chance, won=committed[place] == heads[0])
         if ending is not None:
             ending.gamma = sent.gamma
             ending.best_tail = max((len(s.ids) for s in block.sequences), default=0)
@@ -260,7 +274,7 @@ class Decoding(Generic[Probs]):
         self.controller.observe(
             proposed=ending.proposed,
             accepted=ending.accepted,
-            bet_won=ending.bet_won,
+            bet_won=ending.late_bet_won if ending.bet_won is None else ending.bet_won,
             gamma=ending.gamma,
             best_tail=ending.best_tail,
         )

@@ -12,7 +12,7 @@ from scipy.stats import chisquare
 
 from duo_ray.core.context import IdLog
 from duo_ray.core.sampling import Purpose, distribution, draw, penalise, uniform
-from duo_ray.models import llama_cpp as engine
+from duo_ray.models import llama_library as library
 from duo_ray.models.llama_cpp import LlamaCppDraft
 from duo_ray.models.llama_library import LlamaCppError, quantize
 from duo_ray.types import (
@@ -40,7 +40,7 @@ class Reference:
     """llama.cpp without anything shared or batched: every answer starts from an empty cache, one token per decode."""
 
     def __init__(self, path: Path) -> None:
-        engine._start_library()
+        library.start_library()
         model_params = ll.llama_model_default_params()
         model_params.use_extra_bufts = False
         self.model = ll.llama_model_load_from_file(str(path).encode(), model_params)
@@ -777,8 +777,8 @@ def test_the_demo_draft_quantised_to_two_bits_loads_and_drafts(demo_path: Path, 
 
 
 def test_the_log_callback_survives_text_that_is_not_utf8() -> None:
-    engine._on_log(4, b"bad \xff byte\n", ctypes.c_void_p(0))
-    assert "bad" in engine._log.quote()
+    library._on_log(4, b"bad \xff byte\n", ctypes.c_void_p(0))
+    assert "bad" in library.log.quote()
 
 
 def test_ids_beyond_the_targets_tokenizer_are_never_proposed(tmp_path: Path) -> None:
