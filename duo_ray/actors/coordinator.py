@@ -242,15 +242,16 @@ class _Run:
         if self._without_draft() is None and (job := decoding.draft_job()) is not None:
             self._pending = self._ask(job)
         judgement = await self._judge()
-        emit(decoding.commit(judgement.verdict))
+        tokens = decoding.commit(judgement.verdict)
         if first:
             # Shown at once: the first token does not wait for the draft's prompt pass.
-            emit(decoding.settle())
-            stats.first_token = time.time()
+            emit(tokens + decoding.settle())
+            tokens, stats.first_token = [], time.time()
         waits = job is not None and not first and not decoding.probing
         patience = self._coordinator.patience(self._request, job, sent) if job is not None and waits else 0.0
         block = await self._collect(patience)
-        emit(decoding.settle())
+        # One message a step: each costs the processes at both ends time that the models could use.
+        emit(tokens + decoding.settle())
         stats.ended = time.time()
         if first:
             return
