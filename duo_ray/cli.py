@@ -226,7 +226,7 @@ def doctor(
                 progress=lambda text, share: bar.update(task, description=text, completed=share or 0.0),
             )
         if as_json:
-            print(json.dumps(report.as_dict(), ensure_ascii=False))
+            print(json.dumps(report.as_dict(), ensure_ascii=False, default=str))
         else:
             report.show(Console(highlight=False))
         raise typer.Exit(1 if report.problems else 0)
@@ -281,6 +281,7 @@ def _start(config: Config) -> Iterator[Any]:
             bar.update(task, description=text, total=None if share is None else 1.0, completed=share or 0.0)
 
         duo = Duo(config, progress=progress)
+    signal.signal(signal.SIGTERM, _terminate)  # Ray has put its own handler there, which ends the process at once
     with duo:
         yield duo
 

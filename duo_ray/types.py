@@ -172,6 +172,9 @@ class DraftJob:
     """What a token in a parallel sequence costs of one in a longer sequence; see `core.sequences.split`."""
     chance_temperature: float = 1.0
     """Greedy requests: the temperature at which the draft's probabilities are the chances of its heads."""
+    reproducible: bool = False
+    """Give the same block again: in a call of its own, on an empty cache (the rounding of logits depends on what they
+    are computed together with)."""
 
 
 @dataclass(frozen=True, slots=True)

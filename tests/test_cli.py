@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -136,20 +135,19 @@ def test_quantize_makes_a_smaller_file_and_names_a_wrong_type(demo_gguf, tmp_pat
 @pytest.mark.models
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_command_leaves_no_process_behind(number):
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [DUO_RAY, "generate", "--max-tokens", "400", "--ignore-eos", *SMALL, "Tell me everything."],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        assert process.stdout.read(1)
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert children
-        process.send_signal(number)
-        process.stdout.read()
-        assert process.wait(timeout=60) in (130, 143)
-        _, alive = psutil.wait_procs(children, timeout=60)
-        assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            time.sleep(0.1)
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout.read(1)
+            children = psutil.Process(process.pid).children(recursive=True)
+            assert children
+            process.send_signal(number)
+            process.stdout.read()
+            assert process.wait(timeout=60) in (130, 143)
+            _, alive = psutil.wait_procs(children, timeout=60)
+            assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)

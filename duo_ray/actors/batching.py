@@ -19,13 +19,15 @@ class Batcher(Generic[Job, Result]):
         *,
         isolate: Callable[[Exception], bool],
         limit: int,
+        alone: Callable[[Job], bool] = lambda _: False,
     ) -> None:
         """`run` takes at most `limit` jobs. When `isolate(error)`, the jobs of a failed batch are run again one by one,
-        so that one request's fault stays its own.
+        so that one request's fault stays its own. A job for which `alone` holds shares its call with no other.
         """
         self._run = run
         self._isolate = isolate
         self._limit = limit
+        self._alone = alone
         self._waiting: list[tuple[Job, asyncio.Future[Result]]] = []
         self._drain: asyncio.Task[None] | None = None
 
@@ -38,7 +40,9 @@ class Batcher(Generic[Job, Result]):
 
     async def _serve(self) -> None:
         while self._waiting:
-            batch, self._waiting = self._waiting[: self._limit], self._waiting[self._limit :]
+            alone = (i for i, (job, _) in enumerate(self._waiting) if self._alone(job))
+            size = min(self._limit, max(1, next(alone, self._limit)))
+            batch, self._waiting = self._waiting[:size], self._waiting[size:]
             # A caller that went away while it waited needs no answer.
             batch = [(job, future) for job, future in batch if not future.cancelled()]
             if batch:

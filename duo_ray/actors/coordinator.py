@@ -92,8 +92,9 @@ class Coordinator:
         for info in self._draft_infos:
             for width, seconds in info.timings:
                 self._costs.observe_draft(width, seconds)
-        calibration = self._settings.calibration
-        self._calibrated = (self._costs if calibration is None else Costs.from_dict(calibration)).frozen()
+        # Read back as the next start will read it, so that both plan alike.
+        self._calibration = self._settings.calibration or self._costs.as_dict()
+        self._calibrated = Costs.from_dict(self._calibration).frozen()
         return self.describe()
 
     def _check_vocabulary(self, draft: DraftInfo) -> None:
@@ -113,7 +114,7 @@ class Coordinator:
             drafts=tuple(self._draft_infos),
             target_restarts=self._target.restarts,
             draft_restarts=sum(draft.restarts for draft in self._drafts),
-            calibration=self._calibrated.as_dict(),
+            calibration=self._calibration,
             measured=self._costs.as_dict(),
         )
 

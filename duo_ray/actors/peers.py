@@ -122,7 +122,9 @@ class DraftPeer(_Peer):
     def __init__(self, name: str, handle: ActorHandle, *, limit: int) -> None:
         super().__init__(name, handle)
         self.requests = 0
-        self._batcher: Batcher[DraftJob, Draft] = Batcher(self._call, isolate=_own_fault, limit=limit)
+        self._batcher: Batcher[DraftJob, Draft] = Batcher(
+            self._call, isolate=_own_fault, limit=limit, alone=lambda job: job.reproducible
+        )
 
     async def draft(self, job: DraftJob) -> Draft:
         """Raises `DraftLost`, `UnknownPrefix`, or what the model raised."""

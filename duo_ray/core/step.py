@@ -194,6 +194,7 @@ class Decoding(Generic[Probs]):
             sampling=self.request.sampling,
             width_cost=self.controller.width_cost(budget) if bets else 1.0,
             chance_temperature=self.controller.acceptance.sharpness,
+            reproducible=self.request.reproducible,
         )
 
     def _context(self, agreed: int, *, end: int | None = None, extra: Ids = ()) -> Context:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from platformdirs import user_cache_path
+from duo_ray.models.catalog import cache_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Calibration:
 def calibration_file(*facts: object) -> Path:
     """Where the calibration for these facts (models, cores, versions, settings that change a time) is kept."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    return user_cache_path("duo_ray") / "calibration" / f"{digest}.json"
+    return cache_directory() / "calibration" / f"{digest}.json"
 
 
 def read_calibration(path: Path) -> Calibration | None:

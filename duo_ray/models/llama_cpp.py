@@ -11,7 +11,7 @@ A call that fails in the middle forgets its requests: the next job of each, whic
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -252,6 +252,9 @@ class LlamaCppDraft:
         started = time.time()
         request_ids = [job.context.request_id for job in jobs]
         slots = self._take([job.context for job in jobs])
+        for job, slot in zip(jobs, slots, strict=True):
+            if job.reproducible and job.context.agreed == 0:
+                slot.empty(self._crop)
         try:
             drafts = [self._begin(job, slot) for job, slot in zip(jobs, slots, strict=True)]
             self._read_contexts(drafts)
@@ -500,6 +503,13 @@ class _Slot:
         self.seq_ids = seq_ids
         self.log = IdLog()
         self.sequences = [_Sequence(seq_ids[0])]
+
+    def empty(self, crop: Callable[[_Sequence, int], None]) -> None:
+        """Forget all ids, also those kept for a request that begins alike."""
+        for sequence in self.sequences:
+            crop(sequence, 0)
+        self.log = IdLog()
+        self.sequences = [_Sequence(self.seq_ids[0])]
 
 
 @dataclass(slots=True)

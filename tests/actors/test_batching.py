@@ -102,3 +102,19 @@ def test_a_cancelled_job_is_not_sent_and_disturbs_no_other():
 
     asyncio.run(scenario())
     assert sent == [1, 3]
+
+
+def test_a_job_that_wants_to_be_alone_shares_its_call_with_no_other():
+    batches = []
+
+    async def run(jobs):
+        batches.append(list(jobs))
+        await asyncio.sleep(0)
+        return jobs
+
+    async def scenario():
+        b = Batcher(run, isolate=lambda _: True, limit=10, alone=lambda job: job < 0)
+        await asyncio.gather(*(b.submit(job) for job in (1, 2, -3, -4, 5, 6)))
+
+    asyncio.run(scenario())
+    assert batches == [[1, 2], [-3], [-4], [5, 6]]
