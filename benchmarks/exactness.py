@@ -15,6 +15,7 @@ import itertools
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,15 @@ def own_greedy(path: str, prompts: list[tuple[int, ...]], tokens: int) -> list[l
     return out
 
 
-def grid(precision: str, tokens: int, prompts: tuple[str, ...], progress: Progress) -> list[dict[str, Any]]:
-    drafts = {"demo": demo_draft(), "Q2_K": poor_draft(), "random": random_draft()}
+DRAFTS: dict[str, Callable[[], Path]] = {"demo": demo_draft, "Q2_K": poor_draft, "random": random_draft}
+
+
+def grid(
+    precision: str, drafts: Sequence[str], tokens: int, prompts: Sequence[str], progress: Progress
+) -> list[dict[str, Any]]:
     cells = []
-    for name, path in drafts.items():
+    for name in drafts:
+        path = DRAFTS[name]()
         settings: dict[str, object] = {
             "models.target.precision": precision,
             "models.draft.model": str(path),
@@ -85,13 +91,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--drafts", nargs="+", default=list(DRAFTS), choices=DRAFTS)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with Progress() as progress:
         cells = [
             cell
             for precision in arguments.precision
-            for cell in grid(precision, arguments.tokens, PROMPTS[: arguments.prompts], progress)
+            for cell in grid(precision, arguments.drafts, arguments.tokens, PROMPTS[: arguments.prompts], progress)
         ]
     for cell in cells:
         print({key: value for key, value in cell.items() if key != "parted"})
