@@ -65,13 +65,24 @@ def test_a_wrong_setting_is_one_line_before_any_actor_starts(arguments, words):
 @pytest.mark.models
 def test_generate_json_is_one_object_with_text_ids_usage_and_stats(tmp_path):
     trace = tmp_path / "trace.json"
-    done = run("generate", "--json", "--temperature", "0", "--max-tokens", "12", "--trace", str(trace), *SMALL, "Hi")
+    done = run(
+        "generate",
+        "--json",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "40",
+        "--trace",
+        str(trace),
+        *SMALL,
+        "Count from one to forty in words.",
+    )
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     answer = json.loads(line)
     assert set(answer) == {"text", "token_ids", "finish_reason", "usage", "stats"}
     assert answer["finish_reason"] in ("stop", "length")
-    assert answer["usage"]["completion_tokens"] == len(answer["token_ids"]) <= 12
+    assert answer["usage"]["completion_tokens"] == len(answer["token_ids"]) <= 40
     events = json.loads(trace.read_text())["traceEvents"]
     rows = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert rows == {"target", "draft-0", "coordinator"}
@@ -90,7 +101,9 @@ def test_text_streams_to_standard_output_and_the_figures_to_standard_error():
 @pytest.mark.ray
 @pytest.mark.models
 def test_colours_show_origins_with_a_legend():
-    done = run("generate", "--color", "--temperature", "0", "--max-tokens", "8", *SMALL, "Hi")
+    done = run(
+        "generate", "--color", "--temperature", "0", "--max-tokens", "40", *SMALL, "Count from one to forty in words."
+    )
     assert all(origin in done.stdout for origin in ("accepted", "correction", "bonus", "plain"))
     assert "\x1b[32m" in done.stdout
 

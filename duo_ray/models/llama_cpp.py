@@ -11,7 +11,7 @@ A call that fails in the middle forgets its requests: the next job of each, whic
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -254,7 +254,7 @@ class LlamaCppDraft:
         slots = self._take([job.context for job in jobs])
         for job, slot in zip(jobs, slots, strict=True):
             if job.reproducible and job.context.agreed == 0:
-                slot.empty(self._crop)
+                self._start_over(slot)
         try:
             drafts = [self._begin(job, slot) for job, slot in zip(jobs, slots, strict=True)]
             self._read_contexts(drafts)
@@ -314,6 +314,15 @@ class LlamaCppDraft:
                     self.release(next(iter(self._held)))
                 self._held[context.request_id] = self._choose_idle(context.ids)
         return [self._held[context.request_id] for context in contexts]
+
+    def _start_over(self, slot: _Slot) -> None:
+        """Forget the slot's ids and all that idle slots kept: sums over the cache then run in the same order again."""
+        for each in (slot, *self._idle):
+            for sequence in each.sequences:
+                self._crop(sequence, 0)
+            each.reset()
+        if len(self._held) == 1:
+            ll.llama_memory_clear(self._memory, False)  # cells are given out from the first one again
 
     def _choose_idle(self, ids: Ids) -> _Slot:
         """The idle slot whose ids go furthest with these; without a prefix worth keeping, the one idle longest."""
@@ -501,13 +510,9 @@ class _Slot:
 
     def __init__(self, seq_ids: range) -> None:
         self.seq_ids = seq_ids
-        self.log = IdLog()
-        self.sequences = [_Sequence(seq_ids[0])]
+        self.reset()
 
-    def empty(self, crop: Callable[[_Sequence, int], None]) -> None:
-        """Forget all ids, also those kept for a request that begins alike."""
-        for sequence in self.sequences:
-            crop(sequence, 0)
+    def reset(self) -> None:
         self.log = IdLog()
         self.sequences = [_Sequence(self.seq_ids[0])]
 

@@ -45,7 +45,7 @@ def test_the_stats_are_whole_and_agree_with_the_tokens(duo):
         "gamma_history", "sequences_history", "t_target_ms", "t_draft_ms", "ttft_ms", "tokens_per_s",
         "round_overhead_ms", "target_idle", "draft_idle",
     } <= set(stats)  # fmt: skip
-    assert stats["accepted_tokens"] == sum(token.origin is Origin.ACCEPTED for token in answer.tokens) > 20
+    assert stats["accepted_tokens"] == sum(token.origin is Origin.ACCEPTED for token in answer.tokens) > 5
     assert stats["wasted_tokens"] == stats["draft_tokens"] - stats["accepted_tokens"]
     assert stats["target_steps"] < answer.completion_tokens == len(answer.tokens)
     assert 0 <= stats["target_idle"] <= 1

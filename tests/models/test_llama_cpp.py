@@ -1,4 +1,5 @@
 import ctypes
+import dataclasses
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -802,3 +803,17 @@ def test_the_vocabulary_sample_spells_tokens_as_the_file_does(draft: LlamaCppDra
     assert 16 <= len(sample) <= VOCAB
     assert [i for i, _ in sample] == sorted({i for i, _ in sample})
     assert all(text for _, text in sample)
+
+
+def test_a_reproducible_job_gives_bit_for_bit_the_same_block_whatever_ran_before(draft: LlamaCppDraft) -> None:
+    def block() -> tuple[list[Ids], list[bytes]]:
+        job = dataclasses.replace(make_job(PROMPT, 12, SAMPLED, request="again", bets=True), reproducible=True)
+        drafted, probs = draft_one(draft, job)
+        draft.release("again")
+        return drafted_ids(drafted), [row.tobytes() for row in probs.probs]
+
+    first = block()
+    for i in range(7):
+        draft.draft([make_job((0, *range(2, 20 + 9 * i)), 9, SAMPLED, request=f"other{i}", bets=True)])
+        draft.release(f"other{i}")
+        assert block() == first
