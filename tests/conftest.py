@@ -36,13 +36,3 @@ def demo_target() -> Path:
     from duo_ray.models.catalog import resolve_target
 
     return resolve_target("demo").path
-
-
-@pytest.fixture(scope="session")
-def poor_gguf(demo_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft of really lower quality: the demo model in Q2_K."""
-    from duo_ray.models.llama_library import quantize
-
-    path = tmp_path_factory.mktemp("poor") / "SmolLM2-135M-Instruct.Q2_K.gguf"
-    quantize(demo_gguf, path, "Q2_K", 2)
-    return path
