@@ -144,10 +144,10 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     # Asked for only by a model that builds its own mask or positions, and that cannot work: rows differ in length.
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        raise NotImplementedError("the model ignores the 4-D attention mask it was given")
+        raise RuntimeError("the model ignores the 4-D attention mask it was given")
 
     def get_seq_length(self) -> int:
-        raise NotImplementedError("the model ignores the position ids it was given")
+        raise RuntimeError("the model ignores the position ids it was given")
 
     def get_max_length(self) -> int:
         return self.cache.columns
@@ -197,7 +197,7 @@ def folded_sdpa(
     """
     for name in ("softcap", "position_bias", "s_aux"):
         if extra.get(name) is not None:
-            raise NotImplementedError(f"sdpa has no {name}: load the model with attn_implementation='eager'")
+            raise RuntimeError(f"sdpa has no {name}: load the model with attn_implementation='eager'")
     batch, heads, width, dim = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads

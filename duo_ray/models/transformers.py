@@ -392,7 +392,6 @@ class _Trial:
             AttributeError,
             IndexError,
             KeyError,
-            NotImplementedError,
             RuntimeError,
             TypeError,
             ValueError,
