@@ -143,7 +143,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.cache.read(keys), self.cache.read(values)
 
     # Asked for only by a model that builds its own mask or positions, and that cannot work: rows differ in length.
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - the base class has it
         raise RuntimeError("the model ignores the 4-D attention mask it was given")
 
     def get_seq_length(self) -> int:
