@@ -1,6 +1,8 @@
 """The whole grid of exactness: 40 prompts x budgets x sequences x drafts, greedy, against the target's own `generate`.
 
-    python -m benchmarks.exactness [--tokens 48] [--precision fp32 bf16] [--out exactness.json]
+    python -m benchmarks.exactness [--tokens 48] [--precision fp32 bf16] [--at-once 4] [--out exactness.json]
+
+Several prompts are answered at once, so that passes hold blocks of several requests, too.
 
 float32: every answer must equal `model.generate(do_sample=False)` of transformers, token by token. bfloat16: every
 answer is compared with the target alone through the same path; where they part, the gap of the two best logits shows
@@ -16,6 +18,8 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +30,15 @@ from transformers import AutoModelForCausalLM
 from benchmarks.drafts import demo_draft, poor_draft, random_draft
 from duo_ray.config import load_config
 from duo_ray.equivalence import judge
-from duo_ray.session import Answer, Duo
+from duo_ray.session import Duo
 from tests.prompts import PROMPTS
 
 BUDGETS = (1, 4, 16, None)
 SEQUENCES = (1, 2, 4)
 
 
-def own_greedy(path: str, prompts: list[tuple[int, ...]], tokens: int) -> list[list[int]]:
+@cache
+def own_greedy(path: str, prompts: tuple[tuple[int, ...], ...], tokens: int) -> list[list[int]]:
     """The target's own greedy decode, by transformers and nothing of ours."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     out = []
@@ -48,7 +53,7 @@ DRAFTS: dict[str, Callable[[], Path]] = {"demo": demo_draft, "Q2_K": poor_draft,
 
 
 def grid(
-    precision: str, drafts: Sequence[str], tokens: int, prompts: Sequence[str], progress: Progress
+    precision: str, drafts: Sequence[str], tokens: int, prompts: Sequence[str], at_once: int, progress: Progress
 ) -> list[dict[str, Any]]:
     cells = []
     for name in drafts:
@@ -57,20 +62,20 @@ def grid(
             "models.target.precision": precision,
             "models.draft.model": str(path),
             "models.target.max_seq_len": 512,
-            "models.target.slots": 2,
+            "models.target.slots": at_once,
             "optimization.fallback": False,
         }
-        with Duo(load_config(None, settings)) as duo:
+        with Duo(load_config(None, settings)) as duo, ThreadPoolExecutor(at_once) as pool:
             ask = {"temperature": 0.0, "max_tokens": tokens, "logprobs": 2}
-            alone = [duo.generate(prompt, draft=False, **ask) for prompt in prompts]
-            ids = [duo.request(prompt).prompt for prompt in prompts]
+            alone = list(pool.map(lambda prompt: duo.generate(prompt, draft=False, **ask), prompts))
+            ids = tuple(duo.request(prompt).prompt for prompt in prompts)
             own = own_greedy(str(duo.prepared.files.path), ids, tokens) if precision == "fp32" else None
             task = progress.add_task(f"{precision} {name}", total=len(BUDGETS) * len(SEQUENCES) * len(prompts))
             for budget, sequences in itertools.product(BUDGETS, SEQUENCES):
                 verdicts: Counter[str] = Counter()
                 gaps = []
-                for i, prompt in enumerate(prompts):
-                    answer: Answer = duo.generate(prompt, draft_budget=budget, max_sequences=sequences, **ask)
+                drafted = partial(duo.generate, draft_budget=budget, max_sequences=sequences, **ask)
+                for i, (prompt, answer) in enumerate(zip(prompts, pool.map(drafted, prompts), strict=True)):
                     comparison = judge(prompt, answer, alone[i], duo.pipeline.info.target.dtype)
                     verdict = comparison.verdict
                     if own is not None and list(answer.token_ids) != own[i]:
@@ -83,6 +88,7 @@ def grid(
                     {"precision": precision, "draft": name, "budget": budget or "auto", "sequences": sequences,
                      **{v: verdicts[v] for v in ("equal", "tie", "different")}, "parted": gaps}
                 )  # fmt: skip
+                progress.print({key: value for key, value in cells[-1].items() if key != "parted"})
     return cells
 
 
@@ -92,16 +98,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--drafts", nargs="+", default=list(DRAFTS), choices=DRAFTS)
+    parser.add_argument("--at-once", type=int, default=4, help="how many prompts are answered at the same time")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with Progress() as progress:
         cells = [
             cell
             for precision in arguments.precision
-            for cell in grid(precision, arguments.drafts, arguments.tokens, PROMPTS[: arguments.prompts], progress)
+            for cell in grid(
+                precision, arguments.drafts, arguments.tokens, PROMPTS[: arguments.prompts], arguments.at_once, progress
+            )
         ]
-    for cell in cells:
-        print({key: value for key, value in cell.items() if key != "parted"})
     if arguments.out:
         arguments.out.write_text(json.dumps(cells, indent=1, ensure_ascii=False))
     sys.exit(any(cell["different"] for cell in cells))
