@@ -67,7 +67,7 @@ def grid(
         }
         with Duo(load_config(None, settings)) as duo, ThreadPoolExecutor(at_once) as pool:
             ask = {"temperature": 0.0, "max_tokens": tokens, "logprobs": 2}
-            alone = list(pool.map(lambda prompt: duo.generate(prompt, draft=False, **ask), prompts))
+            alone = list(pool.map(partial(duo.generate, draft=False, **ask), prompts))
             ids = tuple(duo.request(prompt).prompt for prompt in prompts)
             own = own_greedy(str(duo.prepared.files.path), ids, tokens) if precision == "fp32" else None
             task = progress.add_task(f"{precision} {name}", total=len(BUDGETS) * len(SEQUENCES) * len(prompts))

@@ -3,8 +3,9 @@
     python -m benchmarks.pipeline [--tokens 128] [--prompts 10] [--out results.json]
 
 Two baselines: the target alone on the cores it has in the pipeline (what a user with a GPU sees) and the target alone
-on all cores of the machine (what a user without one would do). For every prompt they answer in turn, so that drift of
-the machine's speed hits all alike. EOS is ignored, so that every answer has the same length.
+on all cores of the machine (what a user without one would do). For every prompt they answer in turn, there and back
+(A B C C B A), so that drift of the machine's speed hits all alike. EOS is ignored, so that every answer has the same
+length.
 """
 
 from __future__ import annotations
@@ -48,11 +49,21 @@ def measure(duo: Duo, prompt: str, tokens: int, **options: Any) -> Answer:
     return duo.generate(prompt, temperature=0.0, max_tokens=tokens, ignore_eos=True, **options)
 
 
-def speed(answer: Answer) -> float:
-    """Tokens per second from the request's arrival to its last token."""
+def speed(answers: Sequence[Answer]) -> float:
+    """Tokens per second from a request's arrival to its last token, over all the answers."""
+    return sum(answer.completion_tokens for answer in answers) / sum(map(seconds, answers))
+
+
+def seconds(answer: Answer) -> float:
+    """From the request's arrival to its last token."""
     stats: dict[str, Any] = answer.stats
-    decode = (answer.completion_tokens - 1) / stats["tokens_per_s"]
-    return answer.completion_tokens / (decode + stats["ttft_ms"] / 1000)
+    return float((answer.completion_tokens - 1) / stats["tokens_per_s"] + stats["ttft_ms"] / 1000)
+
+
+def first_token(answers: Sequence[Answer]) -> float:
+    """Mean time to the first token, ms."""
+    stats: list[dict[str, Any]] = [answer.stats for answer in answers]
+    return statistics.fmean(each["ttft_ms"] for each in stats)
 
 
 def run(tokens: int, prompts: Sequence[str], settings: dict[str, object]) -> dict[str, Any]:
@@ -95,15 +106,17 @@ def measure_draft(
             way("Hello!", 24)
         for number, prompt in enumerate(track(prompts, name)):
             order = list(ways) if number % 2 else list(reversed(ways))
-            answers = {way: ways[way](prompt, tokens) for way in order}
+            answers: dict[str, list[Answer]] = {way: [] for way in ways}
+            for way in (*order, *reversed(order)):
+                answers[way].append(ways[way](prompt, tokens))
             rows.append(
                 {
                     "prompt": prompt,
                     "target": {"dtype": duo.pipeline.info.target.dtype, "cores": duo.pipeline.info.target.cores},
-                    "speed": {way: speed(answer) for way, answer in answers.items()},
-                    "alone_ttft_ms": answers["alone"].stats["ttft_ms"],
-                    "equal": answers["duo"].token_ids == answers["alone"].token_ids,
-                    **answers["duo"].stats,
+                    "speed": {way: speed(both) for way, both in answers.items()},
+                    "ttft_vs_alone": first_token(answers["duo"]) / first_token(answers["alone"]),
+                    "equal": len({answer.token_ids for way in ("alone", "duo") for answer in answers[way]}) == 1,
+                    **answers["duo"][-1].stats,
                 }
             )
     return rows
@@ -124,7 +137,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "tokens/s": median(lambda row: row["speed"]["duo"]),
         "overhead p50 ms": median(lambda row: row["round_overhead_ms"]["p50"]),
         "both idle": median(lambda row: row["both_idle"]),
-        "TTFT vs alone": median(lambda row: row["ttft_ms"] / row["alone_ttft_ms"]),
+        "TTFT vs alone": median(lambda row: row["ttft_vs_alone"]),
         "accepted/step": median(lambda row: row["mean_accepted"]),
         "T_target ms": median(lambda row: row["t_target_ms"]),
         "T_draft ms": median(lambda row: row["t_draft_ms"]),
