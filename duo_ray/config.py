@@ -143,6 +143,13 @@ def _stop(value: object) -> object:
     return tuple(strings)
 
 
+def _api_key(value: object) -> object:
+    """An error must not repeat a key."""
+    if value is None or (isinstance(value, str) and value.isascii() and value.isprintable() and value.strip()):
+        return value
+    raise ValueError("must be null, env:NAME or a text of printable ASCII characters")
+
+
 def _shown(value: object) -> str:
     return repr(value) if isinstance(value, str) else "null" if value is None else str(value)
 
@@ -309,8 +316,62 @@ class AcceptanceConfig(_Section):
     """LOSSY above 0: a drafted token stays when it is among the target's k most probable. 0 is exact."""
 
 
+class ReplicasConfig(_Section):
+    """How many pipelines serve, each a replica with a target and drafts of its own."""
+
+    min: Annotated[int, _whole(0, 10_000)] = 1
+    """The fewest; 0 lets an idle service go entirely, at the price of a start for the next request."""
+    max: Annotated[int, _whole(1, 10_000)] = 1
+    """The most."""
+    upscale_delay_s: Annotated[float, _real(0.0, 86_400.0)] = 10.0
+    """Another replica starts when there was more to do than the concurrency of all for this long."""
+    downscale_delay_s: Annotated[float, _real(0.0, 86_400.0)] = 300.0
+    """A replica ends when the others could have done the work for this long."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ReplicasConfig:
+        if self.min > self.max:
+            raise ValueError(f"min {self.min} must not be above max {self.max}")
+        return self
+
+
+class LimitsConfig(_Section):
+    """What one HTTP request may ask for."""
+
+    body_bytes: Annotated[int, _whole(1024, 2**31 - 1)] = 4 * 2**20
+    """Size of the request's body."""
+    tokens: Annotated[int | None, _whole(1, 2**24, None)] = None
+    """max_tokens of one answer; null: what the context holds."""
+    n: Annotated[int, _whole(1, 1024)] = 8
+    """Answers to one prompt, or prompts in one request."""
+    timeout_s: Annotated[float, _real(1.0, 86_400.0)] = 600.0
+    """Time from its arrival to its last token."""
+
+
+class ServingConfig(_Section):
+    """The Serve application: `serve run deployments:app config=config.yaml`."""
+
+    model_name: Name = "auto"
+    """The name clients ask for; auto: the last part of the target's (models.target.model)."""
+    replicas: ReplicasConfig = ReplicasConfig()
+    """How many pipelines serve."""
+    concurrency: Annotated[AutoInt, _whole(1, 1024, "auto")] = "auto"
+    """Requests one replica works on at the same time; auto: models.target.slots."""
+    queue: Annotated[int, _whole(0, 100_000)] = 64
+    """Requests that wait at one replica for their turn; the next one gets status 503."""
+    retry_after_s: Annotated[int, _whole(1, 3600)] = 2
+    """What a refused client is told to wait (`Retry-After`)."""
+    drain_s: Annotated[float, _real(0.0, 86_400.0)] = 60.0
+    """How long a replica that is to end may go on with the answers it has begun."""
+    api_key: Annotated[str | None, BeforeValidator(_api_key)] = None
+    """What clients send as `Authorization: Bearer KEY`; env:NAME reads it from that variable where the replica runs;
+    null: everyone may ask."""
+    limits: LimitsConfig = LimitsConfig()
+    """What one HTTP request may ask for."""
+
+
 class Config(_Section):
-    """All settings of one pipeline."""
+    """All settings of one pipeline, and of the service around it."""
 
     hardware: HardwareConfig = HardwareConfig()
     """What of this machine may be used."""
@@ -322,6 +383,15 @@ class Config(_Section):
     """What a request that says nothing else gets."""
     acceptance: AcceptanceConfig = AcceptanceConfig()
     """Departures from the exact rule."""
+    serving: ServingConfig = ServingConfig()
+    """The Serve application around the pipeline."""
+
+    @property
+    def model_name(self) -> str:
+        """The name clients ask for."""
+        if self.serving.model_name != "auto":
+            return self.serving.model_name
+        return Path(self.models.target.model).name.removesuffix(".gguf")
 
     def sampling_params(self, *, seed: int) -> SamplingParams:
         """Parameters of a request that sets nothing itself; `seed` counts where the configuration leaves it open."""

@@ -45,6 +45,18 @@ class ContextOverflow(DuoRayError):
     """More tokens than a model's context holds."""
 
 
+class Overloaded(DuoRayError):
+    """As many requests wait already as may; the text says when to come again."""
+
+    def __init__(self, waiting: int, retry_after_s: int) -> None:
+        super().__init__(f"{waiting} requests wait already: try again in {retry_after_s} s")
+        self.waiting = waiting
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[type[Overloaded], tuple[int, int]]:
+        return type(self), (self.waiting, self.retry_after_s)
+
+
 class NonFiniteLogits(DuoRayError):
     """A model returned NaN or infinite logits; no distribution can be formed from them."""
 

@@ -82,7 +82,7 @@ def test_every_setting_has_a_description_and_a_default() -> None:
         ("draft_budget: 3", "config.yaml: draft_budget is not a setting; did you mean optimization.draft_budget?"),
         (
             "zzz: 1",
-            "config.yaml: zzz is not a setting; known: hardware, models, optimization, sampling, acceptance",
+            "config.yaml: zzz is not a setting; known: hardware, models, optimization, sampling, acceptance, serving",
         ),
         ("optimization: {max_sequences: 12}", "config.yaml: optimization.max_sequences must be 1 to 8, got 12"),
         ("optimization: {max_sequences: yes}", "config.yaml: optimization.max_sequences must be 1 to 8, got True"),
@@ -109,6 +109,10 @@ def test_every_setting_has_a_description_and_a_default() -> None:
         ("sampling: {temperature: .nan}", "config.yaml: sampling.temperature must be 0 to 100, got nan"),
         ("sampling: {seed: -1}", "sampling.seed must be null or 0 to 9223372036854775807, got -1"),
         ("sampling: {stop: ['']}", "sampling.stop must be a list of texts that are not empty, got ['']"),
+        ("serving: {replicas: {min: 3}}", "config.yaml: serving.replicas: min 3 must not be above max 1"),
+        ("serving: {queue: -1}", "config.yaml: serving.queue must be 0 to 100000, got -1"),
+        ("serving: {limits: {tokens: 0}}", "serving.limits.tokens must be null or 1 to 16777216, got 0"),
+        ("serving: {max_replicas: 3}", "serving.max_replicas is not a setting; did you mean replicas?"),
         ("- 3", "config.yaml: must be a mapping of settings such as `models:`, got list"),
         ("a: [1", "config.yaml, line 1: expected ',' or ']'"),
         ("hardware:\n  cpu_cores: 1\n  cpu_cores: 2", "config.yaml, line 3: cpu_cores is given twice"),
@@ -170,6 +174,25 @@ def test_a_configured_seed_wins_over_the_offered_one() -> None:
 
 def test_lossy_acceptance_reaches_the_parameters() -> None:
     assert load_config(overrides={"acceptance.top_k": 4}).sampling_params(seed=0).acceptance_top_k == 4
+
+
+@pytest.mark.parametrize("key", ["7", "''", "' '", "schlüssel", '"a\\nb"'])
+def test_an_api_key_that_cannot_be_sent_is_refused_and_not_repeated(tmp_path: Path, key: str) -> None:
+    message = refusal(tmp_path, f"serving: {{api_key: {key}}}")
+    assert message == "config.yaml: serving.api_key must be null, env:NAME or a text of printable ASCII characters"
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, "demo"),
+        ({"models.target.model": "meta-llama/Llama-3.1-8B-Instruct"}, "Llama-3.1-8B-Instruct"),
+        ({"models.target.model": "./models/tiny.gguf"}, "tiny"),
+        ({"serving.model_name": "ours"}, "ours"),
+    ],
+)
+def test_the_served_name_is_the_targets_unless_set(settings: dict[str, object], name: str) -> None:
+    assert load_config(overrides=settings).model_name == name
 
 
 def test_parse_cores_reads_ranges_and_single_cores() -> None:

@@ -1,0 +1,50 @@
+"""What the HTTP side needs of a running pipeline: the seam between text over HTTP and token ids in actors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from duo_ray.config import Config
+from duo_ray.models.tokenizer import Tokenizer
+from duo_ray.types import Delta, Finished, Request
+
+
+class Engine(Protocol):
+    """One pipeline that answers requests. Attributes do not change while it runs."""
+
+    config: Config
+    tokenizer: Tokenizer
+    """The target's."""
+    max_context: int
+    """Tokens of prompt and answer one request may hold."""
+    model_name: str
+    """What `/v1/models` lists and requests name."""
+
+    def stream(self, request: Request) -> AsyncIterator[Delta | Finished]:
+        """Tokens of one answer as they become certain, then `Finished`.
+
+        Closing the iterator (`aclose`) ends the work of target and draft within one step and frees both slots.
+
+        Raises:
+            Overloaded: the queue is full (status 503, with `retry_after_s`).
+            ContextOverflow: the prompt does not fit.
+            DuoRayError: the request cannot be served; the text says why.
+        """
+        ...
+
+    async def check_health(self) -> None:
+        """Whether the pipeline can work at all.
+
+        Raises:
+            DuoRayError: it cannot, with the reason.
+        """
+        ...
+
+    def snapshot(self) -> dict[str, object]:
+        """Live figures of the running system, JSON types only."""
+        ...
+
+    def prometheus(self) -> bytes:
+        """The metrics of this pipeline in Prometheus' text exposition format."""
+        ...
