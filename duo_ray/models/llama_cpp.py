@@ -11,34 +11,17 @@ A call that fails in the middle forgets its requests: the next job of each, whic
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp as ll
-from numpy.typing import NDArray
 
 from duo_ray.core.context import IdLog, common_prefix
-from duo_ray.core.sampling import Purpose, check_finite, distribution, draw, most_probable, penalise, uniform
-from duo_ray.core.sequences import open_heads, split
-from duo_ray.core.verify import Row
+from duo_ray.models.block_writer import BlockWriter, Draft, HeldSequence, Logits, Slot
 from duo_ray.models.llama_library import LlamaCppError, check_model, load_model, log, start_library
-from duo_ray.types import (
-    Context,
-    ContextOverflow,
-    DraftBlock,
-    DraftJob,
-    DraftProbs,
-    DraftSequence,
-    Ids,
-    Outcome,
-    Span,
-    UnknownPrefix,
-)
-
-Logits = NDArray[np.float32]
+from duo_ray.types import Context, ContextOverflow, DraftBlock, DraftJob, DraftProbs, Ids, Span, UnknownPrefix
 
 _WORTH_KEEPING = 8
 """Shared tokens from which a request prefers the slot that another one left."""
@@ -71,17 +54,17 @@ class LlamaCppDraft:
         self.max_context = max_context
         self.slots = slots
         self.max_sequences = max_sequences
-        self._keep = min(keep, self.vocab_size)
-        self._ends = frozenset(i for i in range(self.vocab_size) if ll.llama_vocab_is_eog(vocab, i))
+        ends = frozenset(i for i in range(self.vocab_size) if ll.llama_vocab_is_eog(vocab, i))
+        self._writer = BlockWriter(min(keep, self.vocab_size), ends, max_sequences, self._fork)
         self._model = model
         self._context = context
         self._memory = ll.llama_get_memory(context)
         self._batch_size: int = ll.llama_n_batch(context)
         self._batch = ll.llama_batch_init(self._batch_size, 0, 1)
         self._memory_bytes = log.buffer_bytes
-        self._held: dict[str, _Slot] = {}  # idle longest first
+        self._held: dict[str, Slot] = {}  # idle longest first
         ranges = (range(i * max_sequences, (i + 1) * max_sequences) for i in range(slots))
-        self._idle = [_Slot(seq_ids) for seq_ids in ranges]  # idle longest first
+        self._idle = [Slot(seq_ids) for seq_ids in ranges]  # idle longest first
 
     @classmethod
     def load(
@@ -209,7 +192,7 @@ class LlamaCppDraft:
         if slot is not None:
             for sequence in slot.sequences:
                 self._crop(sequence, 0)
-            self._idle.insert(0, _Slot(slot.seq_ids))
+            self._idle.insert(0, Slot(slot.seq_ids))
 
     def warm_up(self, steps: int) -> list[tuple[int, float]]:
         """Decode with 1, 2 and 4 sequences, `steps` times each: (width, seconds), as in `DraftBlock.token_seconds`."""
@@ -217,7 +200,7 @@ class LlamaCppDraft:
         [slot] = self._take([Context("", 0, 0, (), 0)])
         try:
             for width in (w for w in (1, 2, 4) if w <= self.max_sequences):
-                slot.sequences = [_Sequence(seq_id) for seq_id in slot.seq_ids[:width]]
+                slot.sequences = [HeldSequence(seq_id) for seq_id in slot.seq_ids[:width]]
                 rows = [
                     _BatchRow(i % self.vocab_size, 0, sequence.seq_id, True)
                     for i, sequence in enumerate(slot.sequences)
@@ -265,7 +248,7 @@ class LlamaCppDraft:
                 self._forget(request_id)
             raise
         span = Span(started, time.time())
-        return [(draft.block(span), draft.probs(self._keep)) for draft in drafts]
+        return [(draft.block(span), draft.probs(self._writer.keep)) for draft in drafts]
 
     def _check(self, jobs: Sequence[DraftJob]) -> None:
         """Refuse a call before anything is changed."""
@@ -301,7 +284,7 @@ class LlamaCppDraft:
 
     # --- requests and their sequences
 
-    def _take(self, contexts: Sequence[Context]) -> list[_Slot]:
+    def _take(self, contexts: Sequence[Context]) -> list[Slot]:
         """The slots of these requests, which become the most recently used; others make room for new ones."""
         if self._context is None:
             raise LlamaCppError("this draft is closed: load it again")
@@ -315,7 +298,7 @@ class LlamaCppDraft:
                 self._held[context.request_id] = self._choose_idle(context.ids)
         return [self._held[context.request_id] for context in contexts]
 
-    def _start_over(self, slot: _Slot) -> None:
+    def _start_over(self, slot: Slot) -> None:
         """Forget the slot's ids and all that idle slots kept: sums over the cache then run in the same order again."""
         for each in (slot, *self._idle):
             for sequence in each.sequences:
@@ -324,13 +307,13 @@ class LlamaCppDraft:
         if len(self._held) == 1:
             ll.llama_memory_clear(self._memory, False)  # cells are given out from the first one again
 
-    def _choose_idle(self, ids: Ids) -> _Slot:
+    def _choose_idle(self, ids: Ids) -> Slot:
         """The idle slot whose ids go furthest with these; without a prefix worth keeping, the one idle longest."""
         shared = [common_prefix(slot.log.ids, list(ids)) for slot in self._idle]
         longest = max(shared)
         return self._idle.pop(shared.index(longest) if longest >= _WORTH_KEEPING else 0)
 
-    def _begin(self, job: DraftJob, slot: _Slot) -> _Draft:
+    def _begin(self, job: DraftJob, slot: Slot) -> Draft:
         """Keep the sequence that shares most with the job's context, cropped to what it shares."""
         known, agreed = len(slot.log), job.context.agreed
         dropped, new = slot.log.ids[agreed:], list(job.context.ids)
@@ -347,23 +330,23 @@ class LlamaCppDraft:
             self._crop(sequence, held if sequence is kept else 0)
         kept.tail.clear()
         slot.sequences = [kept]
-        return _Draft(job, slot, held)
+        return Draft(job, slot, held)
 
-    def _fork(self, slot: _Slot) -> _Sequence:
+    def _fork(self, slot: Slot) -> HeldSequence:
         """One more sequence that continues the request's context."""
         used = {sequence.seq_id for sequence in slot.sequences}
-        fork = _Sequence(next(seq_id for seq_id in slot.seq_ids if seq_id not in used))
+        fork = HeldSequence(next(seq_id for seq_id in slot.seq_ids if seq_id not in used))
         ll.llama_memory_seq_cp(self._memory, slot.sequences[0].seq_id, fork.seq_id, -1, len(slot.log))
         slot.sequences.append(fork)
         return fork
 
-    def _crop(self, sequence: _Sequence, length: int) -> None:
+    def _crop(self, sequence: HeldSequence, length: int) -> None:
         if not ll.llama_memory_seq_rm(self._memory, sequence.seq_id, length, -1):
             raise LlamaCppError(f"the draft's cache cannot be cropped to {length} tokens: use another draft model")
 
     # --- decoding
 
-    def _read_contexts(self, drafts: Sequence[_Draft]) -> None:
+    def _read_contexts(self, drafts: Sequence[Draft]) -> None:
         """Decode the ids that are missing from the KV cache; a job starts to write as soon as its own are in."""
         started = time.perf_counter()
         missing = [
@@ -378,13 +361,17 @@ class LlamaCppDraft:
                 if row.wanted:
                     draft.prompt_seconds = time.perf_counter() - started
                     if draft.job.budget > 0:
-                        draft.start(self._write(draft, self._logits(i)))
+                        draft.start(self._writer.write(draft, self._logits(i)))
 
-    def _advance(self, drafts: Sequence[_Draft]) -> None:
+    def _advance(self, drafts: Sequence[Draft]) -> None:
         """One decode: every live sequence of every job goes one token further."""
         started = time.perf_counter()
         width = [len(draft.pending) for draft in drafts]
-        rows = [draft.batch_row(branch) for draft in drafts for branch in draft.pending]
+        rows = [
+            _BatchRow(branch.ids[-1], draft.length + len(branch.ids) - 1, branch.sequence.seq_id, True)
+            for draft in drafts
+            for branch in draft.pending
+        ]
         self._decode(rows)
         logits = iter([self._logits(i) for i in range(len(rows))])
         for draft in drafts:
@@ -411,186 +398,6 @@ class LlamaCppDraft:
     def _logits(self, index: int) -> Logits:
         """Logits `[V]` of one row of the last decode, in llama.cpp's own memory: valid until the next decode."""
         return np.ctypeslib.as_array(ll.llama_get_logits_ith(self._context, index), (self.vocab_size,))
-
-    # --- writing: what one job does between decodes
-
-    def _write(self, draft: _Draft, logits: Logits) -> Writer:
-        """Draft one job's block. Yields the branches to decode, is sent their logits."""
-        if draft.job.bets:
-            yield from self._open(draft, logits)
-        else:
-            lead = _Branch(draft.trunk, [], draft.job.budget, 1.0)
-            draft.branches.append(lead)
-            self._extend(draft, lead, logits)
-        while live := [branch for branch in draft.branches if not self._ended(branch)]:
-            for branch, row in zip(live, (yield live), strict=True):
-                self._extend(draft, branch, row)
-
-    def _open(self, draft: _Draft, logits: Logits) -> Writer:
-        """Pick the heads and share the budget among them."""
-        job = draft.job
-        best = _Branch(draft.trunk, [], job.budget, 0.0)
-        most = min(job.max_sequences, self.max_sequences, job.budget)
-        heads = self._heads(draft, best, logits, most)
-        if not heads:
-            return
-        head, best.chance = heads[0]
-        best.ids.append(head)
-        draft.branches.append(best)
-        if job.budget == 1:
-            return
-        [row] = yield [best]
-        _, second = self._choices(draft, best, row, 1)
-        chances = [chance for _, chance in heads]
-        opened = open_heads(chances, float(second[0]), most)
-        best.length, *others = split(job.budget, chances[:opened], job.acceptance, job.width_cost)
-        for (head, chance), length in zip(heads[1:opened], others, strict=True):
-            if length == 0:
-                continue
-            draft.branches.append(_Branch(self._fork(draft.slot), [head], length, chance))
-        if best.length > 1:
-            self._extend(draft, best, row)
-
-    def _heads(self, draft: _Draft, branch: _Branch, logits: Logits, count: int) -> list[tuple[int, float]]:
-        """The `count` most probable heads and their chances, best first, without those that end the text."""
-        ids, probs = self._choices(draft, branch, logits, count + len(self._ends))
-        heads = [(int(i), float(p)) for i, p in zip(ids, probs, strict=True) if p > 0 and int(i) not in self._ends]
-        return heads[:count]
-
-    def _ended(self, branch: _Branch) -> bool:
-        return len(branch.ids) >= branch.length or branch.ids[-1] in self._ends
-
-    def _extend(self, draft: _Draft, branch: _Branch, logits: Logits) -> None:
-        """Append the token that follows a branch: the most probable one, or a draw from the row that is shipped."""
-        params = draft.job.sampling
-        if params.greedy:
-            logits = self._penalised(draft, branch, logits)
-            branch.ids.append(int(logits.argmax()))
-            return
-        ids, q = row = self._choices(draft, branch, logits, self._keep)
-        u = uniform(params.seed, draft.length + len(branch.ids), Purpose.DRAFT)
-        branch.ids.append(int(ids[draw(q, u)]))
-        branch.rows.append(row)
-
-    def _choices(self, draft: _Draft, branch: _Branch, logits: Logits, count: int) -> Row:
-        """The most probable next tokens of a branch, best first. Greedy: `count` of them and their chances; else q."""
-        params = draft.job.sampling
-        logits = self._penalised(draft, branch, logits)
-        if params.greedy:
-            top = most_probable(logits, count)
-            weights = np.exp((logits - logits[top[0]]) / draft.job.chance_temperature)
-            return top.astype(np.int32), weights[top] / weights.sum()
-        top = most_probable(logits, self._keep)
-        q = distribution(logits[top], params).astype(np.float32)
-        return np.where(q > 0, top, 0).astype(np.int32), q
-
-    def _penalised(self, draft: _Draft, branch: _Branch, logits: Logits) -> NDArray[np.floating]:
-        params = draft.job.sampling
-        ids = (*draft.slot.log.ids, *branch.ids) if params.penalised else ()
-        logits = penalise(logits, ids, draft.job.context.prompt_length, params)
-        check_finite(logits)
-        return logits
-
-
-# --- state of a request, a job, a sequence
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """A llama.cpp sequence of a request: its KV cells hold the request's ids, then `tail`."""
-
-    seq_id: int
-    tail: list[int] = field(default_factory=list)
-
-
-class _Slot:
-    """What is held for one request between calls."""
-
-    __slots__ = ("log", "seq_ids", "sequences")
-
-    def __init__(self, seq_ids: range) -> None:
-        self.seq_ids = seq_ids
-        self.reset()
-
-    def reset(self) -> None:
-        self.log = IdLog()
-        self.sequences = [_Sequence(self.seq_ids[0])]
-
-
-@dataclass(slots=True)
-class _Branch:
-    """A sequence being drafted: `ids` (head included) on their way to `length`, and q of the sampled ones."""
-
-    sequence: _Sequence
-    ids: list[int]
-    length: int
-    chance: float
-    rows: list[Row] = field(default_factory=list)
-
-
-Writer = Generator[list[_Branch], list[Logits], None]
-
-
-@dataclass(slots=True)
-class _Draft:
-    """One job on its way to a block."""
-
-    job: DraftJob
-    slot: _Slot
-    held: int
-    """How many ids of the context were in the KV cache when the job came."""
-    branches: list[_Branch] = field(default_factory=list)
-    pending: list[_Branch] = field(default_factory=list)
-    """The branches whose last id the next decode takes."""
-    writer: Writer = field(init=False)
-    token_seconds: list[tuple[int, float]] = field(default_factory=list)
-    prompt_seconds: float = 0.0
-
-    @property
-    def trunk(self) -> _Sequence:
-        return self.slot.sequences[0]
-
-    @property
-    def length(self) -> int:
-        return len(self.slot.log)
-
-    def batch_row(self, branch: _Branch) -> _BatchRow:
-        return _BatchRow(branch.ids[-1], self.length + len(branch.ids) - 1, branch.sequence.seq_id, True)
-
-    def start(self, writer: Writer) -> None:
-        self.writer = writer
-        self.pending = next(writer, [])
-
-    def resume(self, logits: list[Logits]) -> None:
-        try:
-            self.pending = self.writer.send(logits)
-        except StopIteration:
-            self.pending = []
-
-    def block(self, span: Span) -> DraftBlock:
-        job = self.job
-        sequences = tuple(
-            DraftSequence(Outcome(job.assumed, branch.ids[0]), tuple(branch.ids[1:]), branch.chance)
-            if job.bets
-            else DraftSequence(None, tuple(branch.ids), branch.chance)
-            for branch in self.branches
-        )
-        return DraftBlock(
-            job.context.request_id,
-            self.length,
-            sequences,
-            span,
-            tuple(self.token_seconds),
-            self.length - self.held,
-            self.prompt_seconds,
-        )
-
-    def probs(self, keep: int) -> DraftProbs | None:
-        if self.job.sampling.greedy:
-            return None
-        ids = tuple(np.array([i for i, _ in b.rows], np.int32).reshape(-1, keep) for b in self.branches)
-        probs = tuple(np.array([q for _, q in b.rows], np.float32).reshape(-1, keep) for b in self.branches)
-        return DraftProbs(ids, probs)
 
 
 class _BatchRow(NamedTuple):

@@ -58,3 +58,42 @@ def write_tiny_llama(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_tiny_mamba(path: Path, vocab_size: int = 96, context: int = 256) -> Path:
+    """The smallest recurrent model that llama.cpp loads."""
+    width, inner, state, rank, kernel = 32, 64, 4, 2, 4
+    writer = GGUFWriter(path, "mamba")
+    writer.add_vocab_size(vocab_size)
+    writer.add_context_length(context)
+    writer.add_embedding_length(width)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_ssm_conv_kernel(kernel)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(rank)
+    writer.add_tokenizer_model("no_vocab")
+    shapes = {
+        "token_embd.weight": (vocab_size, width),
+        "output_norm.weight": (width,),
+        "blk.0.attn_norm.weight": (width,),
+        "blk.0.ssm_in.weight": (2 * inner, width),
+        "blk.0.ssm_conv1d.weight": (inner, kernel),
+        "blk.0.ssm_conv1d.bias": (inner,),
+        "blk.0.ssm_x.weight": (rank + 2 * state, inner),
+        "blk.0.ssm_dt.weight": (inner, rank),
+        "blk.0.ssm_dt.bias": (inner,),
+        "blk.0.ssm_a": (inner, state),
+        "blk.0.ssm_d": (inner,),
+        "blk.0.ssm_out.weight": (width, inner),
+    }
+    for name, shape in shapes.items():
+        writer.add_tensor(name, np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
