@@ -196,8 +196,8 @@ class TargetConfig(_Section):
     """Tokens of prompt and answer one request may hold; auto: the model's context, at most 4096."""
     threads: Annotated[AutoInt, _whole(1, 4096, "auto")] = "auto"
     """CPU threads of the target; auto: one for each of its cores."""
-    attn_implementation: Annotated[str, _one_of("sdpa", "eager")] = "sdpa"
-    """transformers' attention: sdpa or eager."""
+    attn_implementation: Annotated[str, _one_of("sdpa", "eager", "flash_attention_2")] = "sdpa"
+    """transformers' attention: sdpa, eager, or flash_attention_2 (on a GPU, where flash-attn is installed)."""
     chunked_prefill: Annotated[int, _whole(8, 65536)] = 128
     """A longer prompt is run through the model in chunks of this many tokens, between other requests' steps."""
     device_map: Annotated[dict[str, int | str] | Auto | None, BeforeValidator(_device_map)] = None

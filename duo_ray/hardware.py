@@ -6,6 +6,7 @@ by the numbers `taskset` uses.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -316,6 +317,8 @@ def check_machine(config: Config, machine: Machine) -> list[str]:
     on_cpu = device == "cpu"
     if on_cpu and target.precision == "fp16":
         raise ConfigError("models.target.precision is fp16, which is for GPUs; on a CPU use bf16, fp32 or auto")
+    if target.attn_implementation == "flash_attention_2":
+        _check_flash_attention(target.precision, on_cpu=on_cpu)
     split = plan_cores(config, machine)
     if on_cpu and target.threads != "auto" and target.threads > len(split.target):
         raise ConfigError(
@@ -336,6 +339,16 @@ def check_machine(config: Config, machine: Machine) -> list[str]:
             f"{used} cores are used, but the container's CPU limit is {machine.cpu_limit:g}: expect throttling"
         )
     return notes
+
+
+def _check_flash_attention(precision: str, *, on_cpu: bool) -> None:
+    asked = "models.target.attn_implementation is flash_attention_2"
+    if on_cpu:
+        raise ConfigError(f"{asked}, which is for GPUs; on a CPU use sdpa")
+    if precision == "fp32":
+        raise ConfigError(f"{asked}, which is for half precision: set models.target.precision to bf16 or fp16")
+    if importlib.util.find_spec("flash_attn") is None:
+        raise ConfigError(f"{asked}, but its package is not installed: pip install flash-attn, or use sdpa")
 
 
 # --- /proc and /sys ---------------------------------------------------------------------------------------------

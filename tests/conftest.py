@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are deselected where torch sees no CUDA device."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked or _cuda():
-        return
-    config.hook.pytest_deselected(items=marked)
-    items[:] = [item for item in items if item not in marked]
+    """Tests marked `gpu` are deselected where torch sees no CUDA device, or a package the marker names is missing."""
+    unfit = [item for item in items if (marker := item.get_closest_marker("gpu")) and not _gpu_with(*marker.args)]
+    if unfit:
+        config.hook.pytest_deselected(items=unfit)
+        items[:] = [item for item in items if item not in unfit]
 
 
-def _cuda() -> bool:
+def _gpu_with(*packages: str) -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.is_available() and all(find_spec(package) for package in packages)
 
 
 @pytest.fixture(scope="session")

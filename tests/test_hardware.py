@@ -142,6 +142,16 @@ class TestCheck:
                 machine(range(4), gpus=(A800,)),
                 r"precision is fp16",
             ),
+            (
+                {"models.target.attn_implementation": "flash_attention_2"},
+                machine(range(4)),
+                r"attn_implementation is flash_attention_2, which is for GPUs; on a CPU use sdpa",
+            ),
+            (
+                {"models.target.attn_implementation": "flash_attention_2", "models.target.precision": "fp32"},
+                machine(range(4), gpus=(A800,)),
+                r"flash_attention_2, which is for half precision: set models\.target\.precision",
+            ),
             ({"hardware.cpu_affinity": "2-9"}, machine(range(4)), r"names core 4-9, but this machine has 0-3"),
             (
                 {"hardware.cpu_affinity": "2-9"},
@@ -177,6 +187,17 @@ class TestCheck:
     def test_what_cannot_work_is_refused(self, overrides: dict[str, object], here: Machine, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             check_machine(load_config(overrides=overrides), here)
+
+    def test_flash_attention_needs_its_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config, here = (
+            load_config(overrides={"models.target.attn_implementation": "flash_attention_2"}),
+            machine(range(4), gpus=(A800,)),
+        )
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+        with pytest.raises(ConfigError, match="its package is not installed: pip install flash-attn, or use sdpa"):
+            check_machine(config, here)
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: "here")
+        assert check_machine(config, here) == []
 
     @pytest.mark.parametrize(
         ("overrides", "here", "note"),

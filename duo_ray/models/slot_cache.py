@@ -19,6 +19,8 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 FOLDED_SDPA = "duo_ray_folded_sdpa"
+KV_CACHE_ATTENTION = "duo_ray_kv_cache_attention"
+"""FlashAttention 2 over the slots. (A name with "flash" in it gets other treatment from transformers as well.)"""
 
 _KEY_BUCKET = 64  # columns read back are a multiple of this: aligned masks, few distinct shapes
 _MAX_GRAPHS = 64
@@ -41,7 +43,7 @@ class PassShape(NamedTuple):
     """Everything that fixes the tensor shapes of a forward: passes of equal shape can share a captured graph."""
 
     first: int | None
-    """Slot of the first row when the rows are consecutive slots (read as a view), None when they must be gathered."""
+    """Slot of the first row when the rows are consecutive slots (read as a view), None when their numbers are data."""
     rows: int
     width: int
     keep: int
@@ -53,7 +55,7 @@ class PassInputs(NamedTuple):
     """Views into one flat int64 tensor, so that a whole pass reaches the device in a single copy."""
 
     ids: Tensor  # [rows, width]
-    positions: Tensor  # [rows, width]; padding repeats the row's last real position, always a legal one
+    positions: Tensor  # [rows, width]; padding, on the left, repeats the row's first real position, always a legal one
     columns: Tensor  # [rows, width]; where each token's K and V are written, the trash column for padding
     keep: Tensor  # [rows, keep]; offsets into the width whose logits are wanted
     slots: Tensor  # [rows, 1]
@@ -74,8 +76,9 @@ class PassInputs(NamedTuple):
 class SlotCache(Cache):
     """The KV buffer: per layer `[slots, heads, columns, head_dim]` for keys and for values, on that layer's device."""
 
-    def __init__(self, layers: int, slots: int, columns: int) -> None:
-        self.slots, self.columns = slots, columns
+    def __init__(self, layers: int, slots: int, columns: int, *, whole: bool = False) -> None:
+        """`whole`: hand all slots to attention, which picks the rows of the pass itself."""
+        self.slots, self.columns, self._whole = slots, columns, whole
         self._slot_layers = [_SlotLayer(self) for _ in range(layers)]
         super().__init__(layers=[*self._slot_layers])
 
@@ -93,6 +96,8 @@ class SlotCache(Cache):
     def read(self, buffer: Tensor) -> Tensor:
         """The rows of this pass, `[rows, heads, keys, head_dim]`: a view for consecutive slots, else a copy."""
         first, rows, keys = self._shape.first, self._shape.rows, self._shape.keys
+        if self._whole:
+            return buffer[:, :, :keys]
         if first is not None:
             return buffer[first : first + rows, :, :keys]
         return buffer[self.destination(buffer.device)[0][:, 0], :, :keys]
@@ -208,7 +213,64 @@ def folded_sdpa(
     return out.reshape(batch, heads, width, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
+def row_lengths(inputs: PassInputs, windows: Windows) -> Tensor | dict[str, Tensor]:
+    """What stands in for the masks in `kv_cache_attention`: int32 `[2, rows, 1, 1]`, each row's length and its slot.
+
+    Four dimensions, because transformers hands on a mask of four as it is.
+    """
+    packed = torch.stack([inputs.positions[:, -1] + 1, inputs.slots[:, 0]]).int()[..., None, None]
+    masks = dict.fromkeys(windows, packed)
+    return masks.get("", masks)
+
+
+def kv_cache_attention(
+    module: nn.Module,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    dropout: float = 0.0,  # noqa: ARG001
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """FlashAttention 2 (arXiv 2307.08691) on rows of their own lengths, without a mask and without gathering slots.
+
+    `flash_attn_with_kvcache` takes the last of a row's queries for its last token, so padding is on the left: a padded
+    query sees fewer keys or none, and nobody reads what it computes.
+
+    Args:
+        query: `[rows, heads, width, head_dim]`.
+        key, value: the buffers of all slots, `[slots, kv_heads, keys, head_dim]`, the new tokens already written.
+        attention_mask: see `row_lengths`.
+        sliding_window: a query sees its own key and the `sliding_window - 1` before it.
+
+    Raises:
+        RuntimeError: the model wants a kind of attention that the package does not compute.
+    """
+    from flash_attn import flash_attn_with_kvcache  # noqa: PLC0415 (only where it is asked for)
+
+    for name in ("position_bias", "s_aux"):
+        if extra.get(name) is not None:
+            raise RuntimeError(f"FlashAttention 2 has no {name}: load the model with attn_implementation='eager'")
+    lengths, slots = attention_mask[..., 0, 0].unbind()
+    out: Tensor = flash_attn_with_kvcache(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        cache_seqlens=lengths,
+        cache_batch_idx=slots,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+        softcap=softcap or 0.0,
+    )
+    return out, None
+
+
 AttentionInterface.register(FOLDED_SDPA, folded_sdpa)
+AttentionInterface.register(KV_CACHE_ATTENTION, kv_cache_attention)
 
 
 class SlotRunner:
@@ -223,9 +285,10 @@ class SlotRunner:
         self._device: torch.device = model.get_input_embeddings().weight.device
         config = model.config.get_text_config(decoder=True)
         self._windows = layer_windows(config)
+        self._masked = config._attn_implementation != KV_CACHE_ATTENTION
         columns = -(-(max_context + 1) // _KEY_BUCKET) * _KEY_BUCKET
         self._trash = columns - 1  # never a real token's: there is at least one column more than any request can use
-        self.cache = SlotCache(config.num_hidden_layers, slots, columns)
+        self.cache = SlotCache(config.num_hidden_layers, slots, columns, whole=not self._masked)
         self._captured: OrderedDict[PassShape, _Graph] = OrderedDict()
         self._pool: Any = None  # memory shared by all graphs: only the latest replay's logits are ever read
 
@@ -244,16 +307,16 @@ class SlotRunner:
         if self.graphs:
             width, keep, keys = _power_of_two(width), _power_of_two(keep), _power_of_two(keys)
         keys = min(-(-keys // _KEY_BUCKET) * _KEY_BUCKET, self.cache.columns)
-        consecutive = slots == list(range(slots[0], slots[0] + len(slots)))
+        consecutive = self._masked and slots == list(range(slots[0], slots[0] + len(slots)))
         ids, positions, columns, kept = [], [], [], []
         for _, start, tokens, wanted in segments:
             count = len(tokens)
             padding = width - count
             places = range(start, start + count)
-            ids += [*tokens, *[0] * padding]
-            positions += [*places, *[start + count - 1] * padding]
-            columns += [*places, *[self._trash] * padding]
-            kept += [*range(count - wanted, count), *[count - 1] * (keep - wanted)]
+            ids += [*[0] * padding, *tokens]
+            positions += [*[start] * padding, *places]
+            columns += [*[self._trash] * padding, *places]
+            kept += [*range(width - wanted, width), *[width - 1] * (keep - wanted)]
         shape = PassShape(slots[0] if consecutive else None, len(slots), width, keep, keys)
         return torch.tensor([*ids, *positions, *columns, *kept, *slots]), shape
 
@@ -270,7 +333,9 @@ class SlotRunner:
         logits: Tensor = self._model(
             input_ids=inputs.ids,
             position_ids=inputs.positions,
-            attention_mask=attention_masks(inputs.positions, shape.keys, self._windows, self._model.dtype),
+            attention_mask=attention_masks(inputs.positions, shape.keys, self._windows, self._model.dtype)
+            if self._masked
+            else row_lengths(inputs, self._windows),
             cache=self.cache,
             use_cache=True,
             logits_to_keep=inputs.keep,

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from duo_ray.core.context import IdLog, common_prefix
 from duo_ray.core.verify import Row
 from duo_ray.models.packed import PackedLinear, can_pack, pack_linears
-from duo_ray.models.slot_cache import FOLDED_SDPA, Segment, SlotRunner
+from duo_ray.models.slot_cache import FOLDED_SDPA, KV_CACHE_ATTENTION, Segment, SlotRunner
 from duo_ray.models.torch_sampling import TargetRows, check_finite, logprobs, verify, verify_greedy
 from duo_ray.types import (
     ContextOverflow,
@@ -78,10 +78,12 @@ class TransformersTarget:
         packed: prepack the linear layers (CPU only, in place; ignored where oneDNN lacks the dtype).
         chunk: longer contexts are prefilled this many tokens at a time.
         cuda_graphs: capture passes in CUDA graphs (one CUDA device only).
+        flash_attention: attend by the package flash-attn instead of the model's own implementation.
         vocab_size: `len(tokenizer)`; ids beyond it pad the embedding and are never emitted. None: no padding.
 
     Raises:
-        UnsupportedModel: see `check_config`; or a short trial run differs from the model's own forward pass.
+        UnsupportedModel: see `check_config`; no support for FlashAttention where it was asked for; or a short trial run
+            differs from the model's own forward pass.
         NonFiniteLogits: the trial run gave NaN or infinity.
         ContextOverflow: the KV buffer does not fit in memory.
         ValueError: an argument is out of range.
@@ -96,6 +98,7 @@ class TransformersTarget:
         packed: bool = True,
         chunk: int = 128,
         cuda_graphs: bool = True,
+        flash_attention: bool = False,
         vocab_size: int | None = None,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
@@ -104,6 +107,8 @@ class TransformersTarget:
             raise UnsupportedModel(
                 _refusal(config, "it keeps a recurrent state, from which rejected tokens cannot be removed")
             )
+        if flash_attention and not model._supports_flash_attn:
+            raise UnsupportedModel(_refusal(config, "it has no FlashAttention 2: use attn_implementation='sdpa'"))
         limit = getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT
         max_context = min(limit, _DEFAULT_CONTEXT) if max_context is None else max_context
         if not 1 <= max_context <= limit:
@@ -119,7 +124,9 @@ class TransformersTarget:
         one_device = len({p.device for p in model.parameters()}) == 1
         self._model = model.eval()
         trial = _Trial(model, self.vocab_size, min(16, max_context))  # before anything about the model is changed
-        if model.config._attn_implementation == "sdpa":
+        if flash_attention:
+            model.set_attn_implementation(KV_CACHE_ATTENTION)
+        elif model.config._attn_implementation == "sdpa":
             model.set_attn_implementation(FOLDED_SDPA)
         if packed and one_device and self._device.type == "cpu" and can_pack(model.dtype):
             pack_linears(model)
@@ -156,14 +163,23 @@ class TransformersTarget:
         Args:
             dtype: float32, bfloat16 or float16.
             threads: CPU threads of torch, for this process; None leaves torch's choice.
-            attn_implementation: sdpa or eager (attention with a soft cap, such as Gemma 2's, needs eager).
+            attn_implementation: sdpa; eager (attention with a soft cap, such as Gemma 2's, has no sdpa); or
+                flash_attention_2, on CUDA in half precision where the package flash-attn is installed.
             device_map: spread the layers over devices, as transformers' `from_pretrained` does; replaces `device`.
         The other arguments and the errors are those of the class.
         """
         if dtype not in _DTYPES:
             raise ValueError(f"dtype={dtype!r} is not one of {', '.join(_DTYPES)}")
-        if attn_implementation not in ("sdpa", "eager"):
-            raise ValueError(f"attn_implementation={attn_implementation!r} is neither sdpa nor eager")
+        if attn_implementation not in ("sdpa", "eager", "flash_attention_2"):
+            raise ValueError(
+                f"attn_implementation={attn_implementation!r} is none of sdpa, eager and flash_attention_2"
+            )
+        flash = attn_implementation == "flash_attention_2"
+        if flash and (dtype == "float32" or (device_map is None and torch.device(device).type == "cpu")):
+            raise ValueError(
+                f"attn_implementation='flash_attention_2' with device={device!r} and dtype={dtype!r}: it is for CUDA "
+                "devices in bfloat16 or float16; use sdpa"
+            )
         if device_map is None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device={device!r}, but torch sees no CUDA device here: use device='cpu'")
         if threads is not None:
@@ -172,7 +188,7 @@ class TransformersTarget:
         model: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=_DTYPES[dtype],
-            attn_implementation=attn_implementation,
+            attn_implementation="eager" if flash else attn_implementation,
             device_map=device_map,
         )
         if device_map is None:
@@ -184,6 +200,7 @@ class TransformersTarget:
             packed=packed,
             chunk=chunk,
             cuda_graphs=cuda_graphs,
+            flash_attention=flash,
             vocab_size=vocab_size,
         )
 

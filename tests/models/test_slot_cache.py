@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma2Config
 
 from duo_ray.models.packed import pack_linears
-from duo_ray.models.slot_cache import FOLDED_SDPA, Segment, SlotRunner, attention_masks, folded_sdpa, layer_windows
-from tests.models.tiny_transformers import CONFIGS, VOCAB, own_logits, tiny_model
+from duo_ray.models.slot_cache import (
+    FOLDED_SDPA,
+    KV_CACHE_ATTENTION,
+    Segment,
+    SlotRunner,
+    attention_masks,
+    folded_sdpa,
+    kv_cache_attention,
+    layer_windows,
+)
+from tests.models import flash_reference
+from tests.models.tiny_transformers import CONFIGS, VOCAB, own_logits, sharp_model, tiny_model
 
 TOLERANCE = 1e-4  # correct passes differ by about 1e-5 here, any mask error by more than 0.1
+
+
+OURS = {"folded": FOLDED_SDPA, "flash": KV_CACHE_ATTENTION}
+
+
+@pytest.fixture(autouse=True)
+def _flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package flash-attn, which needs a GPU, in plain torch."""
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_reference)
 
 
 class Fuzzed:
@@ -21,8 +44,8 @@ class Fuzzed:
     def __init__(self, name: str, attention: str, slots: int, seed: int = 0) -> None:
         self.reference = tiny_model(name, "eager" if attention == "eager" else "sdpa")
         model = tiny_model(name, "eager" if attention == "eager" else "sdpa")
-        if attention == "folded":
-            model.set_attn_implementation(FOLDED_SDPA)
+        if attention in OURS:
+            model.set_attn_implementation(OURS[attention])
         self.runner = SlotRunner(model, slots=slots, max_context=200)
         self.held: list[list[int]] = [[] for _ in range(slots)]
         self.random = random.Random(seed)
@@ -40,7 +63,7 @@ class Fuzzed:
             torch.testing.assert_close(row[:keep], want, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("attention", ["folded", "sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["folded", "flash", "sdpa", "eager"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_of_any_mix_of_blocks_and_crops_equal_a_fresh_forward(name: str, attention: str) -> None:
     fuzzed = Fuzzed(name, attention, slots=4)
@@ -58,22 +81,26 @@ def test_logits_of_any_mix_of_blocks_and_crops_equal_a_fresh_forward(name: str, 
             del held[max(1, len(held) - cut) :]
 
 
+@pytest.mark.parametrize("attention", OURS)
 @pytest.mark.parametrize("name", ["llama", "gemma3-window"])
-def test_slots_that_are_not_neighbours_are_gathered(name: str) -> None:
-    fuzzed = Fuzzed(name, "folded", slots=4)
+def test_slots_that_are_not_neighbours_are_gathered(name: str, attention: str) -> None:
+    fuzzed = Fuzzed(name, attention, slots=4)
     fuzzed.run({0: fuzzed.ids(20), 1: fuzzed.ids(9), 3: fuzzed.ids(30)})
     fuzzed.run({0: fuzzed.ids(2), 3: fuzzed.ids(5)})
     fuzzed.run({1: fuzzed.ids(1), 3: fuzzed.ids(1)})
 
 
-def test_rows_can_fill_the_whole_context() -> None:
-    fuzzed = Fuzzed("gpt2", "folded", slots=2)
+@pytest.mark.parametrize("attention", OURS)
+def test_rows_can_fill_the_whole_context(attention: str) -> None:
+    fuzzed = Fuzzed("gpt2", attention, slots=2)
     fuzzed.run({0: fuzzed.ids(190), 1: fuzzed.ids(3)})
     fuzzed.run({0: fuzzed.ids(10), 1: fuzzed.ids(2)})
 
 
-def test_shapes_rounded_for_graphs_change_no_logits() -> None:
+@pytest.mark.parametrize("attention", OURS)
+def test_shapes_rounded_for_graphs_change_no_logits(attention: str) -> None:
     model = tiny_model("qwen2-window")
+    model.set_attn_implementation(OURS[attention])
     plain, rounded = (SlotRunner(model, slots=3, max_context=200, graphs=graphs) for graphs in (False, True))
     fuzz = random.Random(1)
     for start in (0, 5, 10):
@@ -129,12 +156,41 @@ def test_attention_that_sdpa_cannot_compute_is_refused(name: str) -> None:
         folded_sdpa(torch.nn.Identity(), x, x, x, torch.zeros(1, 1, 1, 1), **{name: 30.0})
 
 
+@pytest.mark.parametrize("name", ["position_bias", "s_aux"])
+def test_attention_that_flash_attention_cannot_compute_is_refused(name: str) -> None:
+    x = torch.zeros(1, 1, 1, 4)
+    with pytest.raises(RuntimeError, match=f"{name}.*eager"):
+        kv_cache_attention(torch.nn.Identity(), x, x, x, torch.ones(2, 1, 1, 1).int(), **{name: x})
+
+
+def test_flash_attention_caps_scores_as_eager_attention_does() -> None:
+    """Gemma 2's soft cap, which sdpa does not have."""
+
+    def gemma2(cap: float | None) -> Any:
+        config = Gemma2Config(
+            vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=16, sliding_window=16,
+            max_position_embeddings=256, attn_logit_softcapping=cap, bos_token_id=None, eos_token_id=None,
+            pad_token_id=None,
+        )  # fmt: skip
+        return sharp_model(config, "eager")
+
+    ids = random.Random(3).choices(range(VOCAB), k=40)
+    model = gemma2(cap=3.0)
+    want = own_logits(model, ids)
+    assert (own_logits(gemma2(cap=None), ids) - want).abs().max() > 100 * TOLERANCE  # the cap matters
+    model.set_attn_implementation(KV_CACHE_ATTENTION)
+    with torch.inference_mode():
+        got = SlotRunner(model, slots=1, max_context=200).forward([Segment(0, 0, ids, len(ids))])[0]
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_linears_give_the_plain_logits(name: str) -> None:
     plain, packed = tiny_model(name), tiny_model(name)
     pack_linears(packed)
     assert not [m for m in packed.modules() if type(m).__name__ in ("Linear", "Conv1D")]
-    ids = [random.Random(2).randrange(VOCAB) for _ in range(20)]
+    ids = random.Random(2).choices(range(VOCAB), k=20)
     torch.testing.assert_close(own_logits(packed, ids), own_logits(plain, ids), rtol=0, atol=TOLERANCE)
 
 
@@ -171,5 +227,26 @@ MUTATIONS: dict[str, tuple[Callable[..., object], Sequence[str]]] = {
 def test_the_comparison_sees_a_wrong_mask(mutation: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("duo_ray.models.slot_cache.attention_masks", MUTATIONS[mutation][0])
     fuzzed = Fuzzed(name, "folded", slots=1)
+    with pytest.raises(AssertionError):
+        fuzzed.run({0: fuzzed.ids(40)})
+
+
+def _reference_with(**changes: object) -> Callable[..., torch.Tensor]:
+    def attend(*args: torch.Tensor, **options: Any) -> torch.Tensor:
+        return flash_reference.flash_attn_with_kvcache(*args, **{**options, **changes})
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [({"window_size": (-1, -1)}, "gemma3-window"), ({"window_size": (16, 0)}, "mistral-window"),
+     ({"causal": False}, "llama")],
+)  # fmt: skip
+def test_the_comparison_sees_wrong_flash_attention(
+    change: dict[str, object], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=_reference_with(**change)))
+    fuzzed = Fuzzed(name, "flash", slots=1)
     with pytest.raises(AssertionError):
         fuzzed.run({0: fuzzed.ids(40)})

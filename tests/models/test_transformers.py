@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -25,6 +26,7 @@ from transformers import (
 from duo_ray.core import sampling as reference
 from duo_ray.core.context import IdLog
 from duo_ray.core.sampling import Purpose, uniform
+from duo_ray.models.slot_cache import KV_CACHE_ATTENTION, Segment, SlotRunner
 from duo_ray.models.torch_sampling import distribution
 from duo_ray.models.transformers import TransformersTarget, UnsupportedModel, check_config
 from duo_ray.types import (
@@ -40,6 +42,7 @@ from duo_ray.types import (
     Verdict,
     VerifyJob,
 )
+from tests.models import flash_reference
 from tests.models.tiny_transformers import CONFIGS, MAX_POSITIONS, VOCAB, own_greedy, own_logits, tiny_model
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -452,7 +455,8 @@ def test_a_device_map_is_followed(saved: Path, llama: Any) -> None:
     ("options", "message"),
     [
         ({"dtype": "int3"}, "dtype='int3' is not one of float32, bfloat16, float16"),
-        ({"attn_implementation": "flash"}, "'flash' is neither sdpa nor eager"),
+        ({"attn_implementation": "flash"}, "'flash' is none of sdpa, eager and flash_attention_2"),
+        ({"attn_implementation": "flash_attention_2", "dtype": "bfloat16"}, "device='cpu'.* CUDA devices .* use sdpa"),
         ({"max_context": MAX_POSITIONS + 1}, f"max_context={MAX_POSITIONS + 1} is out of range: 1 to {MAX_POSITIONS}"),
         ({"slots": 0}, "slots=0 must be at least 1"),
         ({"chunk": 0}, "chunk=0 must be at least 1"),
@@ -566,6 +570,26 @@ def test_memory_counts_weights_once_and_the_whole_buffer(packed: bool) -> None:
     assert target.memory_bytes() == weights + rotary + buffer + (output_layer if packed else 0)
 
 
+# --- FlashAttention 2 -------------------------------------------------------------------------------------------
+
+
+def test_verdicts_by_flash_attention_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch, llama: Any) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_reference)
+    target = TransformersTarget(tiny_model("llama"), slots=3, max_context=200, flash_attention=True)
+    clients = [Client(str(i), random_ids(n, seed=n)) for i, n in enumerate((5, 40, 150))]
+    for i in range(8):
+        step(target, clients[: 1 + i % 3], random_blocks(i))
+    for client in clients:
+        assert client.emitted == own_greedy(llama, client.prompt, len(client.emitted))
+
+
+def test_a_model_without_flash_attention_is_refused_by_name() -> None:
+    model = tiny_model("llama")
+    model._supports_flash_attn = False
+    with pytest.raises(UnsupportedModel, match=r"llama cannot be a target: .*FlashAttention 2.*sdpa"):
+        TransformersTarget(model, flash_attention=True)
+
+
 # --- on a GPU ---------------------------------------------------------------------------------------------------
 
 
@@ -580,3 +604,20 @@ def test_captured_passes_give_the_verdicts_of_uncaptured_ones(name: str) -> None
             step(target, clients[-1][: 1 + i % 3], random_blocks(i))
     for plain, captured in zip(*clients, strict=True):
         assert captured.emitted == plain.emitted
+
+
+@pytest.mark.gpu("flash_attn")
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma3-window"])
+def test_the_package_flash_attn_gives_the_logits_of_eager_attention(name: str, graphs: bool) -> None:
+    model = tiny_model(name, "eager", sharpness=1.0).to("cuda", torch.bfloat16)
+    ids = [random_ids(n, seed=n) for n in (60, 33)]
+    want = [own_logits(model, row).float() for row in ids]
+    model.set_attn_implementation(KV_CACHE_ATTENTION)
+    runner = SlotRunner(model, slots=4, max_context=200, graphs=graphs)
+    with torch.inference_mode():
+        runner.forward([Segment(0, 0, ids[0][:50], 1), Segment(3, 0, ids[1][:30], 1)])
+        got = runner.forward([Segment(0, 50, ids[0][50:], 10), Segment(3, 30, ids[1][30:], 3)]).float()
+    for row, count in enumerate((10, 3)):
+        off = (got[row, :count] - want[row][-count:]).norm() / want[row][-count:].norm()
+        assert off < 0.05

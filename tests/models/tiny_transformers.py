@@ -69,9 +69,13 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 
 def tiny_model(name: str, attn_implementation: str = "sdpa", sharpness: float = 5.0) -> Any:
-    """A float32 model with weights from a fixed seed."""
+    """A float32 model of one of the families, with weights from a fixed seed."""
+    return sharp_model(deepcopy(CONFIGS[name]), attn_implementation, sharpness)
+
+
+def sharp_model(config: PretrainedConfig, attn_implementation: str, sharpness: float = 5.0) -> Any:
+    """A float32 model with weights from a fixed seed, `sharpness` times as large as usual."""
     torch.manual_seed(0)
-    config = deepcopy(CONFIGS[name])
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
