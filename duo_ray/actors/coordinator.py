@@ -18,6 +18,7 @@ from duo_ray.actors.target import TargetInfo
 from duo_ray.core.gamma import Acceptance, Costs, GammaController, Policy
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
+from duo_ray.metrics import Meter, RequestMeter, StepTimes
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.types import (
     Delta,
@@ -65,8 +66,15 @@ class PipelineInfo:
 class Coordinator:
     """Async Ray actor: many requests, one target, a group of drafts. Needs no GPU and next to no CPU."""
 
-    def __init__(self, settings: CoordinatorSettings, target: ActorHandle, drafts: list[ActorHandle]) -> None:
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        target: ActorHandle,
+        drafts: list[ActorHandle],
+        meter: Meter | None = None,
+    ) -> None:
         self._settings = settings
+        self._meter = meter or Meter()
         self._target_handle, self._draft_handles = target, drafts
         self._tokenizer = Tokenizer.load(settings.tokenizer_path)
         self._acceptance = Acceptance()
@@ -79,9 +87,9 @@ class Coordinator:
         self._draft_infos: list[DraftInfo] = [await handle.describe.remote() for handle in self._draft_handles]
         for info in self._draft_infos:
             self._check_vocabulary(info)
-        self._target = TargetPeer(self._target_handle, limit=self._target_info.slots)
+        self._target = TargetPeer(self._target_handle, self._meter, limit=self._target_info.slots)
         self._drafts = [
-            DraftPeer(f"draft-{i}", handle, limit=self._target_info.slots)
+            DraftPeer(f"draft-{i}", handle, self._meter, limit=self._target_info.slots)
             for i, handle in enumerate(self._draft_handles)
         ]
         for peer in (self._target, *self._drafts):
@@ -95,6 +103,7 @@ class Coordinator:
         # Read back as the next start will read it, so that both plan alike.
         self._calibration = self._settings.calibration or self._costs.as_dict()
         self._calibrated = Costs.from_dict(self._calibration).frozen()
+        self._meter.publish()
         return self.describe()
 
     def _check_vocabulary(self, draft: DraftInfo) -> None:
@@ -127,22 +136,24 @@ class Coordinator:
             raise DuoRayError(f"request id {request.request_id} is in use")
         cancelled = self._cancelled[request.request_id] = asyncio.Event()
         try:
-            async with self._slots:
-                if cancelled.is_set():
-                    return
-                # Ray hands on each item before it asks for the next: the steps must not wait for that.
-                items: asyncio.Queue[Delta | Finished | None] = asyncio.Queue()
-                steps = asyncio.create_task(_Run(self, request).steps(items.put_nowait, cancelled))
-                steps.add_done_callback(lambda _: items.put_nowait(None))
-                try:
-                    while (item := await items.get()) is not None:
-                        yield item
-                    await steps
-                finally:
-                    cancelled.set()
-                    if not self._target.available:
-                        steps.cancel()  # it waits for the target's return, which may take minutes
-                    await asyncio.wait([steps])
+            with self._meter.request() as meter:
+                async with self._slots:
+                    meter.admitted()
+                    if cancelled.is_set():
+                        return
+                    # Ray hands on each item before it asks for the next: the steps must not wait for that.
+                    items: asyncio.Queue[Delta | Finished | None] = asyncio.Queue()
+                    steps = asyncio.create_task(_Run(self, request, meter).steps(items.put_nowait, cancelled))
+                    steps.add_done_callback(lambda _: items.put_nowait(None))
+                    try:
+                        while (item := await items.get()) is not None:
+                            yield item
+                        await steps
+                    finally:
+                        cancelled.set()
+                        if not self._target.available:
+                            steps.cancel()  # it waits for the target's return, which may take minutes
+                        await asyncio.wait([steps])
         finally:
             del self._cancelled[request.request_id]
 
@@ -196,6 +207,10 @@ class Coordinator:
         for width, seconds in block.token_seconds:
             self._costs.observe_draft(width, seconds)
 
+    def plain_seconds(self, requests: int) -> float:
+        """Estimate of a target pass over one token of each of so many requests."""
+        return self._costs.target_seconds(requests)
+
     def patience(self, request: Request, job: DraftJob, sent: float) -> float | None:
         """Seconds to wait from now for a draft job sent at time `sent`; None: as long as it takes.
 
@@ -211,8 +226,9 @@ class Coordinator:
 class _Run:
     """One request on its way through the actors."""
 
-    def __init__(self, coordinator: Coordinator, request: Request) -> None:
+    def __init__(self, coordinator: Coordinator, request: Request, meter: RequestMeter) -> None:
         self._coordinator = coordinator
+        self._meter = meter
         self._request = request
         self._draft = coordinator.choose_draft() if request.draft else None
         self._stats = RequestStats(started=time.time())
@@ -255,6 +271,7 @@ class _Run:
         emit(tokens + decoding.settle())
         stats.ended = time.time()
         if first:
+            self._meter.step(stats)
             return
         self._account(Span(began, stats.ended), judgement, lead, block)
 
@@ -357,6 +374,8 @@ class _Run:
         self._coordinator.learn_step(judgement, block, overhead)
         if lead is not None:
             self._coordinator.learn_draft(lead)
+        plain = self._coordinator.plain_seconds(judgement.requests)
+        self._meter.step(self._stats, StepTimes(wall.seconds, judgement.span.seconds, overhead, plain))
         self._note("coordinator", "step", wall)
 
     def _note(self, actor: str, name: str, span: Span, **details: int) -> None:
@@ -370,6 +389,7 @@ class _Run:
             raise DuoRayError("the stream ended before the request did")
         self._stats.load = asdict(hardware.sample_load(seconds=0.0))
         stats = self._stats.as_dict()
+        self._meter.finished(reason)
         return Finished(reason, self._stats.prompt_tokens, self._stats.completion_tokens, stats, tuple(self._trace))
 
     def _close(self) -> None:

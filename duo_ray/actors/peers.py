@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError
 from duo_ray.actors.batching import Batcher
 from duo_ray.actors.target import ProbsPick
 from duo_ray.actors.wire import Link, LinkLostError
+from duo_ray.metrics import Meter
 from duo_ray.types import DraftBlock, DraftJob, DuoRayError, Span, TargetReply, UnknownPrefix, Verdict, VerifyJob
 
 logger = logging.getLogger(__name__)
@@ -54,13 +55,17 @@ class Judgement:
     verdict: Verdict
     span: Span
     tokens: int
+    requests: int
+    """How many verdicts the pass gave."""
 
 
 class _Peer:
     """An actor, the socket to it when it is on this node, and whether it answers; after a loss, until it is back."""
 
-    def __init__(self, name: str, handle: ActorHandle) -> None:
+    def __init__(self, name: str, handle: ActorHandle, meter: Meter) -> None:
         self.name = name
+        self._tally = meter.tally
+        self._tally.actor(name)
         self.restarts = 0
         self._handle = handle
         self._link: Link | None = None
@@ -111,6 +116,7 @@ class _Peer:
                 pause = min(2.0, pause * 2)
             else:
                 self.restarts += 1
+                self._tally.restarted(self.name)
                 logger.warning("%s is back after %.1f s", self.name, time.monotonic() - began)
                 return
         self._gone = f"it did not come back within {RETURN_DEADLINE_S:.0f} s"
@@ -119,8 +125,8 @@ class _Peer:
 class DraftPeer(_Peer):
     """One draft actor. `requests` counts those that use it, so that new ones go to the least busy."""
 
-    def __init__(self, name: str, handle: ActorHandle, *, limit: int) -> None:
-        super().__init__(name, handle)
+    def __init__(self, name: str, handle: ActorHandle, meter: Meter, *, limit: int) -> None:
+        super().__init__(name, handle, meter)
         self.requests = 0
         self._batcher: Batcher[DraftJob, Draft] = Batcher(
             self._call, isolate=_own_fault, limit=limit, alone=lambda job: job.reproducible
@@ -141,6 +147,7 @@ class DraftPeer(_Peer):
                 blocks = await blocks_ref
         except (RayActorError, LinkLostError) as error:
             raise DraftLost(self._lost(error)) from error
+        self._tally.busy(self.name, max(block.span.seconds for block in blocks))
         return [
             (block, None if job.sampling.greedy else ProbsHandle(source, entry))
             for entry, (job, block) in enumerate(zip(jobs, blocks, strict=True))
@@ -150,8 +157,8 @@ class DraftPeer(_Peer):
 class TargetPeer(_Peer):
     """The target actor."""
 
-    def __init__(self, handle: ActorHandle, *, limit: int) -> None:
-        super().__init__("target", handle)
+    def __init__(self, handle: ActorHandle, meter: Meter, *, limit: int) -> None:
+        super().__init__("target", handle, meter)
         self._batcher: Batcher[tuple[VerifyJob, ProbsHandle | None], Judgement] = Batcher(
             self._call, isolate=_own_fault, limit=limit
         )
@@ -186,7 +193,8 @@ class TargetPeer(_Peer):
             raise TargetLost(self._lost(error)) from error
         except ObjectLostError as error:
             raise ProbsLost(_first_line(error)) from error
-        return [Judgement(verdict, reply.span, reply.tokens) for verdict in reply.verdicts]
+        self._tally.busy(self.name, reply.span.seconds)
+        return [Judgement(verdict, reply.span, reply.tokens, len(jobs)) for verdict in reply.verdicts]
 
 
 Draft = tuple[DraftBlock, ProbsHandle | None]

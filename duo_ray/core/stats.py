@@ -30,6 +30,8 @@ class RequestStats:
     draft_losses: int = 0
     """How often the draft died or failed under this request."""
     target_losses: int = 0
+    drafted_seconds: float = 0.0
+    """What the drafted tokens took to write."""
     load: dict[str, float] = field(default_factory=dict)
     first_token: float | None = None
     ended: float | None = None
@@ -37,8 +39,6 @@ class RequestStats:
     _overheads: list[float] = field(default_factory=list)
     _step_seconds: float = 0.0
     _draft_seconds: float = 0.0
-    _drafted_seconds: float = 0.0
-    _drafted_tokens: int = 0
 
     def verified(self, proposed: int, accepted: int) -> None:
         """One target pass judged a block of `proposed` tokens."""
@@ -55,10 +55,9 @@ class RequestStats:
         """A draft block came back."""
         self.draft_tokens += block.drafted
         self.sequences_history.append(len(block.sequences))
-        self._drafted_seconds += sum(seconds for _, seconds in block.token_seconds)
+        self.drafted_seconds += sum(seconds for _, seconds in block.token_seconds)
         if block.prompt_tokens <= 2:  # the decode behind the first token; a prompt pass is not the cost of a token
-            self._drafted_seconds += block.prompt_seconds
-        self._drafted_tokens += block.drafted
+            self.drafted_seconds += block.prompt_seconds
 
     def timed(self, wall: Span, target: Span, lead_seconds: float, overlapped_seconds: float) -> float:
         """One decode step: its wall time, the target's pass, drafting before it (a lead) and beside it.
@@ -100,7 +99,7 @@ class RequestStats:
             "draft_losses": self.draft_losses,
             "target_losses": self.target_losses,
             "t_target_ms": _ms(statistics.median(self._target_seconds)) if self._target_seconds else 0.0,
-            "t_draft_ms": _ms(self._drafted_seconds / self._drafted_tokens) if self._drafted_tokens else 0.0,
+            "t_draft_ms": _ms(self.drafted_seconds / self.draft_tokens) if self.draft_tokens else 0.0,
             "ttft_ms": _ms(first - self.started),
             "tokens_per_s": round(decoded / (ended - first), 2) if decoded > 0 and ended > first else 0.0,
             "round_overhead_ms": {"p50": _ms(_quantile(overheads, 0.5)), "p90": _ms(_quantile(overheads, 0.9))},
