@@ -20,7 +20,8 @@ class Second:
     """What happened in one second of wall-clock time."""
 
     active: float = 0.0
-    busy: Counter[str] = field(default_factory=Counter)
+    busy: dict[str, float] = field(default_factory=dict)
+    """Seconds of work by actor."""
     tokens: int = 0
     steps: int = 0
     timed_steps: int = 0
@@ -85,7 +86,7 @@ class Window:
         self._seconds = seconds
 
     def _sum(self, name: str) -> float:
-        return sum(getattr(second, name) for second in self._seconds)
+        return float(sum(getattr(second, name) for second in self._seconds))
 
     def _ratio(self, above: str, below: str) -> float | None:
         divisor = self._sum(below)
@@ -153,5 +154,5 @@ class Window:
         active = self._sum("active") * len(actors)
         if not active:
             return None
-        busy = sum(second.busy[actor] for second in self._seconds for actor in actors)
+        busy = sum(second.busy.get(actor, 0.0) for second in self._seconds for actor in actors)
         return min(1.0, max(0.0, 1.0 - busy / active))

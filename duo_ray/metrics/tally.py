@@ -140,7 +140,7 @@ class Tally:
         with self._lock:
             self._counters[BUSY_SECONDS, (actor,)] += seconds
             for second, share in self._history.spread(now - seconds, now):
-                second.busy[actor] += share
+                second.busy[actor] = second.busy.get(actor, 0.0) + share
 
     def change_load(self, *, running: int = 0, queued: int = 0) -> None:
         """So many requests more (or, below zero, less) hold a slot, or wait for one."""
