@@ -1,4 +1,4 @@
-"""`duo-ray`: generate, check, doctor, quantize."""
+"""`duo-ray`: generate, check, doctor, plan, quantize."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -230,6 +231,61 @@ def doctor(
         else:
             report.show(Console(highlight=False))
         raise typer.Exit(1 if report.problems else 0)
+
+
+@app.command()
+def plan(
+    t_target: Annotated[
+        str | None, typer.Option("--t-target", help="Seconds of a target pass: 25ms, or 1:25ms,8:27ms,32:33ms.")
+    ] = None,
+    t_draft: Annotated[
+        str | None, typer.Option("--t-draft", help="Seconds of a drafted token: 4ms, or by sequences 1:4ms,4:7ms.")
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option("--from", help="Take both from what `duo-ray doctor --measure --json` wrote.")
+    ] = None,
+    acceptance: Annotated[float, typer.Option(help="Chance that a drafted token is accepted.")] = 0.8,
+    overhead: Annotated[str | None, typer.Option(help="What a step costs beside both models; 2ms.")] = None,
+    t_draft_prompt: Annotated[
+        str | None, typer.Option("--t-draft-prompt", help="Seconds per prompt token the draft reads.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of a prompt.")] = 128,
+    answer_tokens: Annotated[int, typer.Option("--answer-tokens", help="Tokens of an answer.")] = 256,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
+    slots: Annotated[int, typer.Option(min=1, help="Requests one pipeline holds at once.")] = 8,
+    draft_actors: Annotated[int, typer.Option("--draft-actors", min=1, help="Draft processes of a pipeline.")] = 1,
+    draft_cores: Annotated[int, typer.Option("--draft-cores", min=1, help="CPU cores of one draft process.")] = 8,
+    rate: Annotated[float | None, typer.Option(help="Requests per second to serve: how many GPUs and cores?")] = None,
+    seed: Annotated[int, typer.Option(help="Another one draws other texts.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What to expect on hardware you do not have yet, by simulating the loop: speed-up, settings, capacity."""
+    with _user_errors():
+        from duo_ray.planning import Text as Texts  # noqa: PLC0415
+        from duo_ray.planning import predict, required_capacity  # noqa: PLC0415
+        from duo_ray.planning.inputs import read_hardware  # noqa: PLC0415
+        from duo_ray.planning.show import show_capacity, show_prediction  # noqa: PLC0415
+
+        hardware = read_hardware(
+            measured, t_target, t_draft, overhead, t_draft_prompt, slots=slots, draft_actors=draft_actors
+        )
+        texts = Texts(acceptance, prompt_tokens, answer_tokens)
+        capacity = {}
+        with errors.status("simulating"):
+            prediction = predict(hardware, texts, concurrency=concurrency, seed=seed)
+            if rate is not None:
+                for name, drafted in (("with drafts", True), ("target alone", False)):
+                    capacity[name] = required_capacity(
+                        hardware, texts, rate=rate, draft=drafted, cores_per_actor=draft_cores, seed=seed
+                    )
+        if as_json:
+            needed = {name.replace(" ", "_"): asdict(each) for name, each in capacity.items()}
+            print(json.dumps({**prediction.as_dict(), "capacity": needed or None}))
+            return
+        console = Console(highlight=False)
+        show_prediction(console, prediction)
+        if capacity:
+            show_capacity(console, capacity, f"{rate:g} requests/s")
 
 
 @app.command()

@@ -27,6 +27,8 @@ class Report:
 
     sections: dict[str, dict[str, object]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    costs: dict[str, object] | None = None
+    """Measured seconds as `Costs.as_dict` gives them, for `duo-ray plan --from`."""
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -104,12 +106,14 @@ def _remembered(report: Report, prepared: Prepared) -> None:
     if kept is None:
         report.sections["times"] = {"measured": "not yet: --measure, or the first start, does it"}
         return
+    report.costs = kept.costs
     report.sections["times at an earlier start"] = _times(Costs.from_dict(kept.costs))
 
 
 def _measured(report: Report, settings: Config, progress: Progress) -> None:
     with Duo(settings, progress=progress) as duo:
         info = duo.pipeline.info
+        report.costs = info.measured
         report.sections["times"] = _times(Costs.from_dict(info.measured))
         memory = {
             "target": info.target.memory_bytes,

@@ -1,0 +1,17 @@
+"""What a pipeline would do on hardware that is not there yet: the loop, simulated."""
+
+from duo_ray.planning.predict import Capacity, Prediction, Schedule, predict, required_capacity
+from duo_ray.planning.simulation import Curve, Hardware, Text, Traffic, simulate
+
+__all__ = [
+    "Capacity",
+    "Curve",
+    "Hardware",
+    "Prediction",
+    "Schedule",
+    "Text",
+    "Traffic",
+    "predict",
+    "required_capacity",
+    "simulate",
+]
