@@ -1,6 +1,6 @@
 """What a pipeline would do on hardware that is not there yet: the loop, simulated."""
 
-from duo_ray.planning.predict import Capacity, Prediction, Schedule, predict, required_capacity
+from duo_ray.planning.prediction import Capacity, Prediction, Schedule, predict, required_capacity
 from duo_ray.planning.simulation import Curve, Hardware, Text, Traffic, simulate
 
 __all__ = [

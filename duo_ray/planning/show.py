@@ -8,7 +8,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from duo_ray.planning.predict import Capacity, Figures, Prediction
+from duo_ray.planning.prediction import Capacity, Figures, Prediction
 
 
 def show_prediction(console: Console, prediction: Prediction) -> None:

@@ -12,6 +12,12 @@ from duo_ray.core.gamma import Costs
 from duo_ray.planning.inputs import read_curve, read_seconds
 from duo_ray.types import DuoRayError
 
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    monkeypatch.setattr("duo_ray.planning.prediction.TOKENS", 200)
+
+
 QUICK = ("--answer-tokens", "40", "--prompt-tokens", "8")
 
 

@@ -8,6 +8,11 @@ from duo_ray.planning import Curve, Hardware, Text, predict, required_capacity
 from duo_ray.planning.simulation import InvalidScenario
 
 
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    monkeypatch.setattr("duo_ray.planning.prediction.TOKENS", 800)
+
+
 def hardware(ratio, **others):
     return Hardware(Curve({1: 0.02}, growth=0.01), Curve({1: 0.02 / ratio}, growth=0.3), **others)
 
@@ -17,18 +22,18 @@ def by_name(prediction):
 
 
 def test_a_good_fast_draft_pays_and_the_default_is_about_the_best():
-    prediction = predict(hardware(8.0), Text(0.85, 16, 400))
+    prediction = predict(hardware(8.0), Text(0.85, 16, 200))
     assert prediction.best.speedup > 2.0
     assert by_name(prediction)["auto"].tokens_per_s > 0.96 * prediction.best.tokens_per_s
 
 
 def test_overlap_beats_taking_turns_where_both_take_equally_long():
-    rows = by_name(predict(hardware(4.0), Text(0.9, 16, 400)))
+    rows = by_name(predict(hardware(4.0), Text(0.9, 16, 200)))
     assert rows["auto"].tokens_per_s > 1.15 * rows["sequential"].tokens_per_s
 
 
 def test_a_useless_draft_costs_next_to_nothing():
-    assert by_name(predict(hardware(4.0), Text(0.05, 16, 400)))["auto"].speedup > 0.95
+    assert by_name(predict(hardware(4.0), Text(0.05, 16, 200)))["auto"].speedup > 0.95
 
 
 def test_more_requests_than_drafts_make_more_draft_actors_worth_it():

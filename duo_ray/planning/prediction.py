@@ -33,7 +33,7 @@ SCHEDULES = (
 )
 """What `predict` compares; the first is what a pipeline does by default."""
 
-_TOKENS = 3000
+TOKENS = 3000
 """Simulated tokens behind each figure, at least: the luck of the draw is then worth about 2%."""
 
 
@@ -117,7 +117,7 @@ def predict(hardware: Hardware, text: Text, *, concurrency: int = 1, seed: int =
 
 
 def _requests(text: Text, concurrency: int) -> int:
-    return max(2 * concurrency, math.ceil(_TOKENS / text.answer_tokens))
+    return max(2 * concurrency, math.ceil(TOKENS / text.answer_tokens))
 
 
 def _figures(name: str, simulated: Simulated, alone: Simulated, actors: int) -> Figures:
