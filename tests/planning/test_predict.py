@@ -10,7 +10,7 @@ from duo_ray.planning.simulation import InvalidScenario
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch):
-    monkeypatch.setattr("duo_ray.planning.prediction.TOKENS", 800)
+    monkeypatch.setattr("duo_ray.planning.prediction.TOKENS", 600)
 
 
 def hardware(ratio, **others):
@@ -51,7 +51,7 @@ def test_twice_the_load_needs_about_twice_the_pipelines():
 def test_drafts_save_gpus_and_cost_cores():
     machine, text = hardware(10.0, slots=2), Text(0.95, 16, 60)
     drafted, alone = (
-        required_capacity(machine, text, rate=20.0, draft=draft, cores_per_actor=4) for draft in (True, False)
+        required_capacity(machine, text, rate=10.0, draft=draft, cores_per_actor=4) for draft in (True, False)
     )
     assert drafted.gpus < alone.gpus
     assert drafted.cpu_cores == 5 * drafted.pipelines

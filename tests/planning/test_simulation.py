@@ -75,7 +75,7 @@ def test_a_draft_that_knows_the_text_is_accepted_entirely():
 
 
 def test_more_sequences_win_more_bets():
-    text = Text(0.5, prompt_tokens=1, answer_tokens=1000, decided=4.0)
+    text = Text(0.5, prompt_tokens=1, answer_tokens=500, decided=4.0)
     policy = Policy(draft_budget=12, lead=0, fallback=False)
     one, four = (simulate(hardware(), text, policy, max_sequences=n, traffic=Traffic(2)) for n in (1, 4))
     assert four.mean("mean_accepted") > one.mean("mean_accepted")
