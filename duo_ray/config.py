@@ -276,7 +276,7 @@ class SamplingConfig(_Section):
     """Keep the smallest set of most probable tokens whose mass reaches top_p; above 0."""
     min_p: Annotated[float, _real(0.0, 1.0)] = _SAMPLING.min_p
     """Drop tokens less probable than min_p times the most probable one."""
-    repetition_penalty: Annotated[float, _real(0.0, 100.0)] = _SAMPLING.repetition_penalty
+    repetition_penalty: Annotated[float, _real(0.01, 100.0)] = _SAMPLING.repetition_penalty
     """Divides positive, multiplies negative logits of ids already seen; 1 is off."""
     presence_penalty: Annotated[float, _real(-100.0, 100.0)] = _SAMPLING.presence_penalty
     """Subtracted once from the logit of every id already in the output."""

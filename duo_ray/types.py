@@ -98,7 +98,7 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0, up to 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0, up to 100"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "0.01 to 100"),
             ("presence_penalty", -100.0 <= self.presence_penalty <= 100.0, "-100 to 100"),
             ("frequency_penalty", -100.0 <= self.frequency_penalty <= 100.0, "-100 to 100"),
             ("seed", 0 <= self.seed < 2**63, "0 to 2**63 - 1"),

@@ -18,10 +18,6 @@ class Detokenizer(Protocol):
         """Text that became final with this token ("" while a character is incomplete)."""
         ...
 
-    def flush(self) -> str:
-        """Text still held back that is valid as it stands; called once, at the end."""
-        ...
-
 
 @dataclass(slots=True)
 class _Held:
@@ -37,7 +33,7 @@ class Generation:
 
     EOS, a stop string, max_tokens: whichever comes first in the text ends the request, wherever in a block it falls;
     ids after it are not committed. A stop string is cut from the text and may be spread over any number of tokens. On
-    the same token a stop wins over the length limit.
+    the same token a stop wins over the length limit. A character that the end cuts in half is not shown.
     """
 
     def __init__(
@@ -86,9 +82,6 @@ class Generation:
             self._held.append(_Held(Token(token, "", origin, step, entry), start, len(self._text)))
             if cut is not None:
                 self._text = self._text[:cut]
-            elif self.finish_reason is not None:
-                self._text += self._detokenizer.flush()
-                self._held[-1].end = len(self._text)
         return list(self._release())
 
     def _find_stop(self, previous: int) -> int | None:

@@ -101,6 +101,7 @@ class RequestStats:
             "t_target_ms": _ms(statistics.median(self._target_seconds)) if self._target_seconds else 0.0,
             "t_draft_ms": _ms(self.drafted_seconds / self.draft_tokens) if self.draft_tokens else 0.0,
             "ttft_ms": _ms(first - self.started),
+            "decode_ms": _ms(ended - first),
             "tokens_per_s": round(decoded / (ended - first), 2) if decoded > 0 and ended > first else 0.0,
             "round_overhead_ms": {"p50": _ms(_quantile(overheads, 0.5)), "p90": _ms(_quantile(overheads, 0.9))},
             "target_idle": _idle(sum(self._target_seconds), wall),

@@ -52,9 +52,6 @@ class Silent:
     def push(self, token):
         return ""
 
-    def flush(self):
-        return ""
-
 
 def decoding(params, plan, *, prompt=PROMPT, max_tokens=LENGTH, max_sequences=1, eos=frozenset(), request_id="r"):
     request = Request(request_id, tuple(prompt), params, max_tokens)

@@ -25,9 +25,6 @@ class Letters:
         self.waiting = ""
         return text.replace("~", "")
 
-    def flush(self):
-        return ""
-
 
 def generation(pieces, *, stop=(), max_tokens=100, ignore_eos=False):
     request = Request("r", (1,), SamplingParams(temperature=0), max_tokens, tuple(stop), ignore_eos)
@@ -120,6 +117,14 @@ def test_max_tokens_is_exact_inside_a_block(limit):
     run(gen, [[1] * 8])
     assert len(gen.token_ids) == limit
     assert gen.remaining == 0
+
+
+@pytest.mark.parametrize("end", [{"max_tokens": 2}, {}])
+def test_half_a_character_at_the_end_is_not_shown(end):
+    gen = generation(["", "a", "é~"], **end)
+    text, ids = run(gen, [[1, 2, EOS]])
+    assert (text, ids[:2]) == ("a", [1, 2])
+    assert gen.finish_reason is not None
 
 
 def test_half_a_character_is_held_back_and_the_token_keeps_its_origin():

@@ -95,7 +95,7 @@ def test_random_numbers_depend_on_all_of_their_key_and_nothing_else():
 @pytest.mark.parametrize(
     ("field", "value"),
     [("temperature", -1.0), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0.0), ("min_p", 2.0),
-     ("repetition_penalty", 0.0), ("seed", -1), ("logprobs", 101)],
+     ("repetition_penalty", 5e-324), ("seed", -1), ("logprobs", 101)],
 )  # fmt: skip
 def test_a_parameter_out_of_range_is_named(field, value):
     with pytest.raises(InvalidRequest, match=field):

@@ -1,0 +1,83 @@
+"""Around every request: its id, its key, the size of its body, and an answer whatever fails."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.errors import ApiError, as_api_error
+
+
+class Gateway:
+    """ASGI middleware.
+
+    Every response carries `x-request-id`, unless the request came with one: whoever set it (Serve's proxy) returns it.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None, body_bytes: int) -> None:
+        """`api_key` guards all paths below /v1; None: everyone may ask. A body may hold `body_bytes`."""
+        self._app = app
+        self._api_key = None if api_key is None else api_key.encode()
+        self._body_bytes = body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = None if "x-request-id" in headers else f"req_{secrets.token_hex(16)}"
+        begun = False
+
+        async def sender(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                if request_id is not None:
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        refusal = self._refusal(scope["path"], headers)
+        if refusal is None:
+            try:
+                await self._app(scope, self._limited(receive), sender)
+            except Exception as error:
+                if begun:
+                    raise
+                refusal = as_api_error(error)
+        if refusal is not None:
+            await refusal.response()(scope, receive, sender)
+
+    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+        if self._api_key is not None and path.startswith("/v1/"):
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            right = hmac.compare_digest(given.encode(), self._api_key)  # takes as long for any key
+            if not right or scheme.lower() != "bearer":
+                problem = "is wrong" if given else "is missing"
+                return ApiError(
+                    401,
+                    f"the API key {problem}: send the header Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        length = headers.get("content-length", "")[:18]  # int() refuses thousands of digits
+        return self._too_large() if length.isdecimal() and int(length) > self._body_bytes else None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than this server's limit of {self._body_bytes} bytes")
+
+    def _limited(self, receive: Receive) -> Receive:
+        """A body that states no length, or a wrong one, is counted as it comes."""
+        taken = 0
+
+        async def counted() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._body_bytes:
+                raise self._too_large()
+            return message
+
+        return counted
