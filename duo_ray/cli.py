@@ -305,6 +305,32 @@ def quantize(
         errors.print(f"{output}: {after / 2**20:.0f} MiB, was {before / 2**20:.0f} MiB", highlight=False)
 
 
+@app.command()
+def vocab(
+    target: Annotated[str, typer.Argument(help="Target model, as for --target.")],
+    draft: Annotated[str, typer.Argument(help="Draft model, as for --draft.")],
+    strategy: Annotated[
+        str, typer.Option(help="auto, same, intersection or string: models.draft.vocabulary to report on.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What two vocabularies have in common, and how a draft of the one would serve a target of the other."""
+    with _user_errors():
+        from duo_ray.models.catalog import resolve_draft, resolve_target  # noqa: PLC0415
+        from duo_ray.models.translating import examine  # noqa: PLC0415
+
+        settings = load_config(None, {"models.draft.vocabulary": strategy}).models.draft
+        with _bar(quiet=as_json) as bar:
+            task = bar.add_task("reading both vocabularies", total=None)
+            files = resolve_target(target, progress=lambda text, _share: bar.update(task, description=text))
+            match = examine(resolve_draft(draft), files.tokenizer_path, settings.vocabulary)
+        if as_json:
+            print(json.dumps(match.as_dict(), ensure_ascii=False))
+        else:
+            for name, value in match.as_dict().items():
+                print(f"{name.replace('_', ' '):<24} {value}")
+
+
 def _config(
     path: Path | None, settings: list[str] | None, target: str | None, draft: str | None, no_draft: bool
 ) -> Config:

@@ -221,6 +221,9 @@ class DraftConfig(_Section):
     """CPU threads of each draft actor; auto: one for each of its cores."""
     max_seq_len: Annotated[AutoInt, _whole(16, 2**24, "auto")] = "auto"
     """Tokens a draft's context holds; auto: the target's, as far as the draft model goes."""
+    vocabulary: Annotated[str, _one_of("auto", "same", "intersection", "string")] = "auto"
+    """How a draft with another tokenizer is used: its tokens that the target has too (intersection), or its text,
+    encoded again (string); auto: same where all ids are the same, else whichever fits, measured."""
 
 
 class ModelsConfig(_Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from duo_ray.actors.launch import Pipeline, new_request_id
 from duo_ray.actors.prepare import Prepared, Progress, prepare
 from duo_ray.config import Config, load_config
 from duo_ray.types import Finished, FinishReason, Ids, Request, Token, TraceEvent
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A user's text, or a conversation: {"role": ..., "content": ...} each."""
@@ -64,6 +67,9 @@ class Duo:
         self.prepared: Prepared = prepare(config or load_config(), progress=progress)
         self.pipeline = Pipeline(self.prepared.settings, progress=lambda text: progress(text, None))
         self.prepared.keep_calibration(self.pipeline.info)
+        for match in dict.fromkeys(draft.vocabulary for draft in self.pipeline.info.drafts):
+            if not match.report.same:
+                logger.warning("warning: %s", match.describe())
 
     def request(
         self,

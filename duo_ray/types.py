@@ -184,6 +184,9 @@ class DraftJob:
     """What a token in a parallel sequence costs of one in a longer sequence; see `core.sequences.split`."""
     chance_temperature: float = 1.0
     """Greedy requests: the temperature at which the draft's probabilities are the chances of its heads."""
+    position_shift: int = 0
+    """Added to a token's place in `context` for its place among the target's ids, which keys its random numbers: not 0
+    where the context is in other tokens than the target's."""
     reproducible: bool = False
     """Give the same block again: in a call of its own, on an empty cache (the rounding of logits depends on what they
     are computed together with)."""

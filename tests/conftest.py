@@ -36,3 +36,19 @@ def demo_target() -> Path:
     from duo_ray.models.catalog import resolve_target
 
     return resolve_target("demo").path
+
+
+@pytest.fixture(scope="session")
+def gemma_gguf() -> Path:
+    """A model with another tokenizer than the demo model: Gemma 3 270M, base, Q4_K_M."""
+    from benchmarks.drafts import gemma
+
+    return gemma()
+
+
+@pytest.fixture(scope="session")
+def gemma_target(gemma_gguf: Path) -> Path:
+    """Gemma 3 270M as a directory for transformers (converted once, then cached)."""
+    from duo_ray.models.catalog import resolve_target
+
+    return resolve_target(str(gemma_gguf)).path

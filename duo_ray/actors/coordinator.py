@@ -20,6 +20,7 @@ from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
 from duo_ray.metrics import Meter, RequestMeter, StepTimes
 from duo_ray.models.tokenizer import Tokenizer
+from duo_ray.models.vocabulary import Strategy
 from duo_ray.types import (
     Delta,
     DraftBlock,
@@ -85,8 +86,9 @@ class Coordinator:
         """Wait until every actor is loaded and warm, and take over their measured times."""
         self._target_info: TargetInfo = await self._target_handle.describe.remote()
         self._draft_infos: list[DraftInfo] = [await handle.describe.remote() for handle in self._draft_handles]
-        for info in self._draft_infos:
-            self._check_vocabulary(info)
+        for match in dict.fromkeys(info.vocabulary for info in self._draft_infos):
+            if match.strategy is not Strategy.SAME:
+                logger.info("%s", match.describe())
         self._target = TargetPeer(self._target_handle, self._meter, limit=self._target_info.slots)
         self._drafts = [
             DraftPeer(f"draft-{i}", handle, self._meter, limit=self._target_info.slots)
@@ -105,16 +107,6 @@ class Coordinator:
         self._calibrated = Costs.from_dict(self._calibration).frozen()
         self._meter.publish()
         return self.describe()
-
-    def _check_vocabulary(self, draft: DraftInfo) -> None:
-        """Ids must mean the same on both sides; only padding behind them may differ."""
-        for token, text in draft.vocabulary_sample:
-            ours = self._tokenizer.text_of(token)
-            if ours != text:
-                raise DuoRayError(
-                    f"the draft's vocabulary is not the target's: id {token} is {text!r} to the draft and {ours!r} to "
-                    "the target; choose a draft of the target's family, or run without one (models.draft.model: none)"
-                )
 
     def describe(self) -> PipelineInfo:
         return PipelineInfo(

@@ -12,10 +12,9 @@ import ray
 
 from duo_ray import hardware
 from duo_ray.actors import wire
+from duo_ray.models.tokenizer import Tokenizer
+from duo_ray.models.vocabulary import VocabularyMatch
 from duo_ray.types import DraftBlock, DraftJob, DraftProbs
-
-_SAMPLE = 512
-"""Tokens compared with the target's tokenizer: two vocabularies of different making differ almost everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,10 @@ class DraftSettings:
     max_context: int
     slots: int
     max_sequences: int
-    vocab_size: int
-    """Ids the target's tokenizer knows; the draft proposes no other."""
+    tokenizer_path: str
+    """Directory with the target's tokenizer.json."""
+    vocabulary: str
+    """models.draft.vocabulary: auto, or the name of a strategy."""
     warmup_steps: int
 
 
@@ -47,31 +48,33 @@ class DraftInfo:
     max_context: int
     memory_bytes: int
     timings: tuple[tuple[int, float], ...]
-    """(sequences advanced together, seconds) of the warm-up decodes."""
-    vocabulary_sample: tuple[tuple[int, str], ...]
-    """(id, text) of some tokens, to compare with the target's."""
+    """(sequences advanced together, seconds) of the warm-up decodes, per token of the target."""
+    vocabulary: VocabularyMatch
+    """How its tokens become the target's."""
 
 
 class DraftActor:
-    """Ray actor around `LlamaCppDraft`: one call at a time, state only in the model."""
+    """Ray actor around `LlamaCppDraft`, adapted to the target's tokens: one call at a time, state only in the model."""
 
     def __init__(self, settings: DraftSettings) -> None:
         # Before llama.cpp starts its threads: they inherit the affinity.
         if settings.cores:
             hardware.pin(settings.cores)
         from duo_ray.models.llama_cpp import LlamaCppDraft  # noqa: PLC0415 - the process is pinned first
+        from duo_ray.models.translating import adapt  # noqa: PLC0415
 
         self._settings = settings
         self._busy = threading.Lock()  # actor calls and the socket's thread take turns
-        self._model = LlamaCppDraft.load(
+        self._draft = LlamaCppDraft.load(
             settings.path,
             threads=settings.threads,
             max_context=settings.max_context,
             slots=settings.slots,
             max_sequences=settings.max_sequences,
-            vocab_size=settings.vocab_size,
         )
-        self._timings = tuple(self._model.warm_up(settings.warmup_steps))
+        self._model, self._match = adapt(self._draft, Tokenizer.load(settings.tokenizer_path), settings.vocabulary)
+        ratio = self._match.tokens_per_target_token
+        self._timings = tuple((width, ratio * s) for width, s in self._draft.warm_up(settings.warmup_steps))
 
     def describe(self) -> DraftInfo:
         return DraftInfo(
@@ -80,9 +83,9 @@ class DraftActor:
             cores=self._settings.cores,
             vocab_size=self._model.vocab_size,
             max_context=self._model.max_context,
-            memory_bytes=self._model.memory_bytes(),
+            memory_bytes=self._draft.memory_bytes(),
             timings=self._timings,
-            vocabulary_sample=tuple(self._model.vocabulary_sample(_SAMPLE)),
+            vocabulary=self._match,
         )
 
     def draft(self, jobs: Sequence[DraftJob]) -> tuple[list[DraftBlock], tuple[DraftProbs | None, ...]]:

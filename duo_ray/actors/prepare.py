@@ -101,10 +101,11 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
                 path=str(draft_path),
                 threads=len(cores) if draft.threads == "auto" else draft.threads,
                 cores=cores,
-                max_context=_draft_context(draft.max_seq_len, draft_path, target_context),
+                max_context=_draft_context(draft.max_seq_len, draft_path, target_context, files.vocab_size),
                 slots=target.slots,
                 max_sequences=optimization.max_sequences,
-                vocab_size=vocab_size,
+                tokenizer_path=str(files.tokenizer_path),
+                vocabulary=draft.vocabulary,
                 warmup_steps=max(1, -(-optimization.warmup_steps // _WARM_UP_SHAPES)),
             )
             for cores in split.drafts
@@ -138,9 +139,14 @@ def policy(config: Config) -> Policy:
     )
 
 
-def _draft_context(asked: int | str, path: Path, target_context: int) -> int:
-    """Tokens a draft's context holds: what was asked for, else the target's as far as the draft model goes."""
+def _draft_context(asked: int | str, path: Path, target_context: int, target_vocabulary: int) -> int:
+    """Tokens a draft's context holds: what was asked for, else the target's as far as the draft model goes.
+
+    A draft with another vocabulary may need more tokens for the same text.
+    """
     header = read_gguf(path)
+    if header.vocab_size != target_vocabulary:
+        target_context += target_context // 2
     trained = int(header.metadata.get(f"{header.metadata['general.architecture']}.context_length", target_context))
     if isinstance(asked, str):
         return min(target_context, trained)

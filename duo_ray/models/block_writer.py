@@ -127,6 +127,8 @@ class BlockWriter:
         self, keep: int, ends: frozenset[int], max_sequences: int, fork: Callable[[Slot], HeldSequence]
     ) -> None:
         self.keep, self._ends, self._max_sequences, self._fork = keep, ends, max_sequences, fork
+        self.barred: NDArray[np.bool_] | None = None
+        """`[V]`, the tokens never to propose; None: any may be."""
 
     def write(self, draft: Draft, logits: Logits) -> Writing:
         """Draft one job's block. Yields the branches to decode, is sent their logits."""
@@ -182,7 +184,8 @@ class BlockWriter:
             branch.ids.append(int(logits.argmax()))
             return
         ids, q = row = self._choices(draft, branch, logits, self.keep)
-        u = uniform(params.seed, draft.length + len(branch.ids), Purpose.DRAFT)
+        position = draft.length + len(branch.ids) + draft.job.position_shift
+        u = uniform(params.seed, position, Purpose.DRAFT)
         branch.ids.append(int(ids[draw(q, u)]))
         branch.rows.append(row)
 
@@ -202,5 +205,7 @@ class BlockWriter:
         params = draft.job.sampling
         ids = (*draft.slot.log.ids, *branch.ids) if params.penalised else ()
         logits = penalise(logits, ids, draft.job.context.prompt_length, params)
+        if self.barred is not None:
+            logits = np.where(self.barred, -np.inf, logits)
         check_finite(logits)
         return logits

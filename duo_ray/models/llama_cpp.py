@@ -11,16 +11,18 @@ A call that fails in the middle forgets its requests: the next job of each, whic
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp as ll
+from numpy.typing import NDArray
 
 from duo_ray.core.context import IdLog, common_prefix
 from duo_ray.models.block_writer import BlockWriter, Draft, HeldSequence, Logits, Slot
 from duo_ray.models.llama_library import LlamaCppError, check_model, load_model, log, start_library
+from duo_ray.models.llama_vocabulary import LlamaVocabulary
 from duo_ray.types import Context, ContextOverflow, DraftBlock, DraftJob, DraftProbs, Ids, Span, UnknownPrefix
 
 _WORTH_KEEPING = 8
@@ -46,11 +48,9 @@ class LlamaCppDraft:
         max_context: int,
         max_sequences: int,
         keep: int,
-        vocab_size: int | None = None,
     ) -> None:
         vocab = ll.llama_model_get_vocab(model)
-        known: int = ll.llama_vocab_n_tokens(vocab)
-        self.vocab_size = min(known, vocab_size or known)
+        self.vocab_size: int = ll.llama_vocab_n_tokens(vocab)
         self.max_context = max_context
         self.slots = slots
         self.max_sequences = max_sequences
@@ -77,7 +77,6 @@ class LlamaCppDraft:
         max_sequences: int = 8,
         keep: int = 64,
         n_batch: int = 512,
-        vocab_size: int | None = None,
     ) -> LlamaCppDraft:
         """Load a GGUF file onto the CPU.
 
@@ -88,7 +87,6 @@ class LlamaCppDraft:
             max_sequences: sequences per request; a job that asks for more gets these.
             keep: truncate q to this many most probable tokens.
             n_batch: tokens per decode while a context is read.
-            vocab_size: ids of the target's tokenizer; higher ones pad the draft's vocabulary and are never proposed.
 
         Raises:
             LlamaCppError: no such file, not a GGUF, or a model that cannot serve as a draft.
@@ -147,7 +145,6 @@ class LlamaCppDraft:
             max_context=max_context,
             max_sequences=max_sequences,
             keep=keep,
-            vocab_size=vocab_size,
         )
 
     def close(self) -> None:
@@ -164,11 +161,28 @@ class LlamaCppDraft:
         """Bytes of weights, KV cache and scratch memory, as llama.cpp accounted for them at load."""
         return self._memory_bytes
 
-    def vocabulary_sample(self, count: int) -> list[tuple[int, str]]:
-        """(id, text as the vocabulary spells it) of about `count` evenly spaced tokens."""
-        vocab = ll.llama_model_get_vocab(self._model)
-        ids = range(0, self.vocab_size, max(1, self.vocab_size // count))
-        return [(i, ll.llama_vocab_get_text(vocab, i).decode(errors="replace")) for i in ids]
+    @property
+    def vocabulary(self) -> LlamaVocabulary:
+        """The model's vocabulary, of use until `close`."""
+        return LlamaVocabulary(self._model)
+
+    def propose_only(self, ids: NDArray[np.int32]) -> None:
+        """From now on never propose another token than these."""
+        self._writer.barred = np.ones(self.vocab_size, dtype=bool)
+        self._writer.barred[ids] = False
+
+    def logits_along(self, ids: Ids) -> Iterator[Logits]:
+        """Logits `[V]` after each id of a text, without restriction or penalties; each is valid until the next."""
+        [slot] = self._take([Context("", 0, 0, (), 0)])
+        step = min(self._batch_size, self.slots * self.max_sequences)  # llama.cpp keeps no more rows of logits
+        try:
+            for start in range(0, len(ids), step):
+                chunk = ids[start : start + step]
+                self._decode([_BatchRow(token, start + i, slot.seq_ids[0], True) for i, token in enumerate(chunk)])
+                for i in range(len(chunk)):
+                    yield self._logits(i)
+        finally:
+            self._forget("")
 
     def release(self, request_id: str) -> None:
         """Free the request's slot; unknown ids are ignored.

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+_CLEANED = (
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
+    (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+)  # fmt: skip
+"""What the WordPiece decoder of the `tokenizers` library calls clean-up, token by token."""
+
 _PLAIN_ROLES = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
@@ -39,6 +45,7 @@ class Tokenizer:
     Attributes:
         vocab_size: the largest token id plus one; ids from here on are padding of the embedding.
         bos_id: the id that starts a text, None where the model has none.
+        eos_id: the id that ends a text, None where the model has none.
         eos_ids: ids that end an answer.
         joining: what its decoder does.
         has_chat_template: False for base models; `chat` then only joins the messages.
@@ -76,8 +83,8 @@ class Tokenizer:
         self.joining = Joining.of(json.loads(decoder.__getstate__()))
         self.vocab_size = max([backend.get_vocab_size(with_added_tokens=False), *(token + 1 for token in added)])
         self.bos_id = self._id_of("bos_token")
-        eos = self._id_of("eos_token")
-        self.eos_ids = frozenset({*eos_ids, *([] if eos is None else [eos])})
+        self.eos_id = self._id_of("eos_token")
+        self.eos_ids = frozenset({*eos_ids, *([] if self.eos_id is None else [self.eos_id])})
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -131,6 +138,14 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_spelled(self, text: str) -> list[int]:
+        """Ids of a text that means itself: names of special tokens in it are spelled out, none is added."""
+        self._backend.encode_special_tokens = True
+        try:
+            return self.encode_part(text)
+        finally:
+            self._backend.encode_special_tokens = False
+
     def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Ids of a conversation, ready for the assistant's answer.
 
@@ -148,17 +163,7 @@ class Tokenizer:
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The text of a conversation by the chat template; see `chat`."""
-        import jinja2  # noqa: PLC0415 (50 ms that plain text does without)
-
-        if not messages:
-            raise TokenizerError("messages is empty: give at least one")
-        # transformers drops keys that are null before a template sees them.
-        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        offered = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special, **variables}
-        try:
-            return _compile(self._template or _PLAIN_ROLES).render(messages=plain, **offered)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise TokenizerError(f"the model's chat template refuses these messages: {error}") from None
+        return render_chat(self._template or _PLAIN_ROLES, messages, {**self._special, **variables})
 
     def piece(self, token: int) -> bytes:
         """The bytes a token adds to a text; empty for an id the vocabulary does not have."""
@@ -188,6 +193,21 @@ class Tokenizer:
     def _id_of(self, name: str) -> int | None:
         text = self._special.get(name)
         return None if text is None else self._backend.token_to_id(text)
+
+
+def render_chat(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    """The text of a conversation by a chat template (Jinja); see `Tokenizer.chat`."""
+    import jinja2  # noqa: PLC0415 (50 ms that plain text does without)
+
+    if not messages:
+        raise TokenizerError("messages is empty: give at least one")
+    # transformers drops keys that are null before a template sees them.
+    plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    offered = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
+    try:
+        return _compile(template).render(messages=plain, **offered)
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise TokenizerError(f"the model's chat template refuses these messages: {error}") from None
 
 
 class Detokenizer:
@@ -234,9 +254,18 @@ class Joining:
     """The first token loses its spaces."""
     strip: int = 0
     """The text loses up to this many spaces at its start."""
+    inside_word: str = ""
+    """WordPiece: a token that begins with this goes on with a word, any other one starts a new word."""
+    clean: bool = False
+    """WordPiece: no space before punctuation and in contractions."""
 
     def piece(self, token: str) -> bytes:
         """The bytes one token stands for."""
+        if self.inside_word:
+            token = token[len(self.inside_word) :] if token.startswith(self.inside_word) else f" {token}"
+            for old, new in _CLEANED if self.clean else ():
+                token = token.replace(old, new)
+            return token.encode()
         if self.byte_level:
             table = _byte_of_character()
             known = [table.get(character) for character in token]
@@ -269,12 +298,14 @@ class Joining:
                     found["first_without_spaces"] = step.get("prepend_scheme", "always") != "never"
                 case {"type": "Strip", "content": " ", "start": start, "stop": 0}:
                     found["strip"] = start
+                case {"type": "WordPiece", "prefix": prefix, "cleanup": clean}:
+                    found |= {"inside_word": prefix, "clean": clean, "first_without_spaces": True}
                 case {"type": "Fuse"}:
                     continue
                 case _:
                     raise TokenizerError(
                         f"tokenizer.json: its decoder {json.dumps(step)} is not one of a language model known here"
-                        " (ByteLevel, ByteFallback, Replace, Metaspace, Fuse, Strip)"
+                        " (ByteLevel, ByteFallback, Replace, Metaspace, WordPiece, Fuse, Strip)"
                     )
         return cls(**found)
 

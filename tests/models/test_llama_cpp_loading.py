@@ -98,10 +98,3 @@ def test_warm_up_stays_within_max_sequences(tiny_path: Path) -> None:
     draft = LlamaCppDraft.load(tiny_path, threads=1, max_context=64, max_sequences=2)
     assert {width for width, _ in draft.warm_up(1)} == {1, 2}
     draft.close()
-
-
-def test_the_vocabulary_sample_spells_tokens_as_the_file_does(draft: LlamaCppDraft) -> None:
-    sample = draft.vocabulary_sample(16)
-    assert 16 <= len(sample) <= VOCAB
-    assert [i for i, _ in sample] == sorted({i for i, _ in sample})
-    assert all(text for _, text in sample)

@@ -289,7 +289,7 @@ class TestLoad:
         with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read"):
             Tokenizer.load(tmp_path)
 
-    @pytest.mark.parametrize("make", [decoders.WordPiece, decoders.CTC])
+    @pytest.mark.parametrize("make", [decoders.BPEDecoder, decoders.CTC])
     def test_a_decoder_of_no_language_model_is_refused(self, make: Callable[[], Any]) -> None:
         backend = byte_level()
         backend.decoder = make()
