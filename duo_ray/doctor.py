@@ -9,6 +9,7 @@ from importlib.metadata import version
 from rich.console import Console
 from rich.markup import escape
 
+from duo_ray.actors.launch import TAGS
 from duo_ray.actors.prepare import Prepared, Progress, prepare
 from duo_ray.config import Config
 from duo_ray.core.gamma import Costs
@@ -96,7 +97,7 @@ def _choices(report: Report, prepared: Prepared) -> None:
         "draft": prepared.draft_path or "none",
         "draft actors": len(drafts),
         "draft cores": "; ".join(show_cores(draft.cores) for draft in drafts) or "none",
-        "placement group": settings.bundles(),
+        "placement group": settings.footprint.bundles(TAGS),
     }
     report.sections["choices"] = choices | {f"note {i}": note for i, note in enumerate(prepared.notes, 1)}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +15,8 @@ from typing import Any
 from duo_ray.actors.launch import Pipeline, new_request_id
 from duo_ray.actors.prepare import Prepared, Progress, prepare
 from duo_ray.config import Config, load_config
-from duo_ray.types import Finished, FinishReason, Ids, Request, Token, TraceEvent
+from duo_ray.models.tokenizer import Tokenizer
+from duo_ray.types import Finished, FinishReason, Ids, InvalidRequest, Request, SamplingParams, Token, TraceEvent
 
 logger = logging.getLogger(__name__)
 
@@ -71,58 +74,12 @@ class Duo:
             if not match.report.same:
                 logger.warning("warning: %s", match.describe())
 
-    def request(
-        self,
-        prompt: Prompt,
-        *,
-        raw: bool = False,
-        draft: bool = True,
-        max_tokens: int | None = None,
-        stop: Sequence[str] | None = None,
-        ignore_eos: bool = False,
-        draft_budget: int | None = None,
-        max_sequences: int | None = None,
-        trace: bool = False,
-        seed: int | None = None,
-        **sampling: Any,
-    ) -> Request:
-        """A request for this pipeline; what is None or left out comes from the configuration's `sampling` section.
-
-        Args:
-            raw: complete the text as it stands instead of answering it by the chat template.
-            sampling: fields of `SamplingParams`.
-
-        Raises:
-            InvalidRequest: a parameter out of range, by name.
-        """
-        defaults = self.prepared.config.sampling
-        tokenizer = self.prepared.tokenizer
-        if not isinstance(prompt, str):
-            ids = tokenizer.chat(prompt)
-        elif raw or not tokenizer.has_chat_template:
-            ids = tokenizer.encode(prompt)
-        else:
-            ids = tokenizer.chat([{"role": "user", "content": prompt}])
-        seed = defaults.seed if seed is None else seed
-        params = self.prepared.config.sampling_params(seed=secrets.randbits(62))
-        given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
-        sampling_params = replace(params, seed=params.seed if seed is None else seed, **given)
-        return Request(
-            request_id=new_request_id(),
-            prompt=tuple(ids),
-            sampling=sampling_params,
-            max_tokens=defaults.max_tokens if max_tokens is None else max_tokens,
-            stop=tuple(defaults.stop if stop is None else stop),
-            ignore_eos=ignore_eos,
-            draft=draft,
-            reproducible=seed is not None and not sampling_params.greedy,
-            draft_budget=draft_budget,
-            max_sequences=max_sequences,
-            trace=trace,
-        )
+    def request(self, prompt: Prompt, **options: Any) -> Request:
+        """A request for this pipeline; options as for `build_request`."""
+        return build_request(self.prepared.config, self.prepared.tokenizer, prompt, **options)
 
     def stream(self, prompt: Prompt | Request, **options: Any) -> Iterator[Token | Finished]:
-        """Tokens as they become certain, then `Finished`; options as for `request`."""
+        """Tokens as they become certain, then `Finished`; options as for `build_request`."""
         request = prompt if isinstance(prompt, Request) else self.request(prompt, **options)
         with contextlib.closing(self.pipeline.stream(request)) as items:
             for item in items:
@@ -132,7 +89,7 @@ class Duo:
                     yield from item.tokens
 
     def generate(self, prompt: Prompt | Request, **options: Any) -> Answer:
-        """The whole answer; options as for `request`."""
+        """The whole answer; options as for `build_request`."""
         tokens: list[Token] = []
         for item in self.stream(prompt, **options):
             if isinstance(item, Token):
@@ -152,6 +109,68 @@ class Duo:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def build_request(
+    config: Config,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    *,
+    raw: bool = False,
+    draft: bool = True,
+    max_tokens: int | None = None,
+    stop: Sequence[str] | None = None,
+    ignore_eos: bool = False,
+    draft_budget: int | None = None,
+    max_sequences: int | None = None,
+    trace: bool = False,
+    seed: int | None = None,
+    **sampling: Any,
+) -> Request:
+    """A request; what is None or left out comes from the configuration's `sampling` section.
+
+    Args:
+        tokenizer: the target's.
+        raw: complete the text as it stands instead of answering it by the chat template.
+        sampling: fields of `SamplingParams`.
+
+    Raises:
+        InvalidRequest: a parameter out of range or unknown, by name.
+    """
+    defaults = config.sampling
+    if not isinstance(prompt, str):
+        ids = tokenizer.chat(prompt)
+    elif raw or not tokenizer.has_chat_template:
+        ids = tokenizer.encode(prompt)
+    else:
+        ids = tokenizer.chat([{"role": "user", "content": prompt}])
+    for name in sampling:
+        if name not in SamplingParams.__dataclass_fields__:
+            raise InvalidRequest(f"{name} is not an option; {_nearest_option(name)}")
+    params = config.sampling_params(seed=secrets.randbits(62))
+    given = {name: value for name, value in sampling.items() if value is not None}
+    seed = defaults.seed if seed is None else seed
+    params = replace(params, seed=params.seed if seed is None else seed, **given)
+    return Request(
+        request_id=new_request_id(),
+        prompt=tuple(ids),
+        sampling=params,
+        max_tokens=defaults.max_tokens if max_tokens is None else max_tokens,
+        stop=tuple(defaults.stop if stop is None else stop),
+        ignore_eos=ignore_eos,
+        draft=draft,
+        reproducible=seed is not None and not params.greedy,
+        draft_budget=draft_budget,
+        max_sequences=max_sequences,
+        trace=trace,
+    )
+
+
+def _nearest_option(name: str) -> str:
+    own = [option for option in inspect.signature(build_request).parameters if option != "sampling"][3:]
+    known = [*own, *SamplingParams.__dataclass_fields__]
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"known: {', '.join(dict.fromkeys(known))}"
 
 
 def answer(tokens: Sequence[Token], end: Finished) -> Answer:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict, dataclass, replace
 
 from ray.actor import ActorHandle
@@ -119,7 +119,11 @@ class Coordinator:
             measured=self._costs.as_dict(),
         )
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta | Finished]:
+    def check(self) -> None:
+        """Raises `DuoRayError` when no request can be served any more, now or later."""
+        self._target.check()
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta | Finished, None]:
         """Stream one answer; a cancelled one ends without `Finished`.
 
         Whatever ends the stream, what the request holds on target and draft is freed within a step.

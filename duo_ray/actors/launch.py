@@ -10,12 +10,14 @@ import contextlib
 import os
 import threading
 import uuid
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import ray
+from ray._private.state import state as cluster_state
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -30,26 +32,43 @@ CONNECT_LIMIT_S = 10.0
 PLACEMENT_LIMIT_S = 60.0
 COORDINATOR_MEMORY = 256 * 2**20
 """Bytes its bundle reserves: a bundle must reserve something, and the coordinator needs next to no CPU."""
+TAGS = frozenset({"target_gpu", "draft_cpu"})
+"""Custom resources by which a cluster says which nodes are for the target and which for drafts."""
 
 Progress = Callable[[str], None]
 """Told in a few words what start-up is busy with."""
 
 
 @dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one pipeline takes of a cluster."""
+
+    target_cpus: int
+    target_gpus: int
+    draft_cpus: tuple[int, ...]
+    """For each draft actor."""
+
+    def bundles(self, tags: Collection[str]) -> list[dict[str, float]]:
+        """Resources of the placement group: coordinator, target, each draft; of `TAGS` only those in `tags`."""
+        target = {"CPU": float(self.target_cpus)}
+        if self.target_gpus:
+            target |= {"GPU": float(self.target_gpus), "target_gpu": float(self.target_gpus)}
+        drafts = [{"CPU": float(cpus), "draft_cpu": 1.0} for cpus in self.draft_cpus]
+        coordinator = {"memory": float(COORDINATOR_MEMORY)}
+        return [
+            {name: amount for name, amount in bundle.items() if name not in TAGS or name in tags}
+            for bundle in (coordinator, target, *drafts)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineSettings:
     """What each actor of one pipeline needs; made from a `Config` by `actors.prepare`."""
 
+    footprint: Footprint
     target: TargetSettings
     drafts: tuple[DraftSettings, ...]
     coordinator: CoordinatorSettings
-    target_gpus: int
-
-    def bundles(self) -> list[dict[str, float]]:
-        """Resources of the placement group: target, drafts, coordinator."""
-        cpus = max(1, len(self.target.cores))
-        gpu = {"GPU": self.target_gpus, "target_gpu": self.target_gpus} if self.target_gpus else {}
-        drafts = [{"CPU": float(max(1, draft.threads)), "draft_cpu": 1.0} for draft in self.drafts]
-        return [{"CPU": float(cpus), **gpu}, *drafts, {"memory": float(COORDINATOR_MEMORY)}]
 
 
 class Pipeline:
@@ -65,51 +84,26 @@ class Pipeline:
         self._cleanup = contextlib.ExitStack()
         try:
             progress("starting Ray")
-            self._cleanup.callback(_connect(settings))
+            self._cleanup.callback(_join(settings))
             progress("placing the actors")
-            group = _place(settings)
+            bundles = settings.footprint.bundles(tags_of_cluster())
+            group = _place(bundles)
             self._cleanup.callback(remove_placement_group, group)
             progress("loading the models")
-            self._start_actors(_on_this_node(settings, group), group)
+            self.target, self.drafts = start_models(settings, group, bundles)
+            for handle in (self.target, *self.drafts):
+                self._cleanup.callback(ray.kill, handle)
+            self._coordinator = _start(
+                Coordinator, group, 0, bundles[0], settings.coordinator, self.target, self.drafts, max_concurrency=1000
+            )
+            self._cleanup.callback(ray.kill, self._coordinator)
+            self.info: PipelineInfo = ray.get(self._coordinator.start.remote())
+        except RayError as error:
+            self.close()
+            raise plain_error(error) from error
         except BaseException:
             self.close()
             raise
-
-    def _start_actors(self, settings: PipelineSettings, group: PlacementGroup) -> None:
-        bundles = settings.bundles()
-
-        def start(kind: type, index: int, *args: object, **options: object) -> Any:
-            bundle = dict(bundles[index])
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            handle = (
-                ray.remote(kind)
-                .options(
-                    scheduling_strategy=strategy,
-                    num_cpus=bundle.pop("CPU", 0),
-                    num_gpus=bundle.pop("GPU", 0),
-                    memory=int(bundle.pop("memory", 0)) or None,
-                    resources=bundle,
-                    **options,
-                )
-                .remote(*args)
-            )
-            self._cleanup.callback(ray.kill, handle)
-            return handle
-
-        # Models restart by themselves; no call is retried by Ray: the coordinator knows what to send again.
-        target = start(TargetActor, 0, settings.target, max_restarts=-1, max_task_retries=0)
-        drafts = [
-            start(DraftActor, 1 + i, draft, max_restarts=-1, max_task_retries=0)
-            for i, draft in enumerate(settings.drafts)
-        ]
-        self._coordinator = start(
-            Coordinator, len(bundles) - 1, settings.coordinator, target, drafts, max_concurrency=1000
-        )
-        try:
-            self.info: PipelineInfo = ray.get(self._coordinator.start.remote())
-        except RayError as error:
-            raise _plain(error) from error
-        self.target, self.drafts = target, drafts
 
     def stream(self, request: Request) -> Generator[Delta | Finished, None, None]:
         """Tokens of one answer as they become certain, then `Finished`.
@@ -125,7 +119,7 @@ class Pipeline:
                 yield message
         except RayError as error:
             ended = True
-            raise _plain(error) from error
+            raise plain_error(error) from error
         finally:
             if not ended:
                 # The reader went away. `ray.cancel` would also cancel calls to the models that other requests share.
@@ -148,19 +142,60 @@ class Pipeline:
         self.close()
 
 
+def start_models(
+    settings: PipelineSettings, group: PlacementGroup, bundles: Sequence[dict[str, float]]
+) -> tuple[ActorHandle, list[ActorHandle]]:
+    """Start target and drafts, on their way to being loaded and warm, in the bundles of a placement group.
+
+    Models restart by themselves; no call is retried by Ray: the coordinator knows what to send again.
+    """
+    settings = _on_this_node(settings, group)
+    always: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
+    target = _start(TargetActor, group, 1, bundles[1], settings.target, **always)
+    drafts = [
+        _start(DraftActor, group, index, bundles[index], draft, **always)
+        for index, draft in enumerate(settings.drafts, start=2)
+    ]
+    return target, drafts
+
+
+def _start(
+    kind: type, group: PlacementGroup, index: int, bundle: dict[str, float], *args: object, **options: Any
+) -> ActorHandle:
+    tags = {name: amount for name, amount in bundle.items() if name in TAGS}
+    return (
+        ray.remote(kind)
+        .options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            memory=int(bundle.get("memory", 0)) or None,
+            resources=tags,
+            **options,
+        )
+        .remote(*args)
+    )
+
+
+def tags_of_cluster() -> frozenset[str]:
+    """Those of `TAGS` that nodes of this cluster have, or nodes that its autoscaler may start."""
+    startable = cluster_state.get_max_resources_from_cluster_config() or {}
+    return TAGS & {*ray.cluster_resources(), *startable}
+
+
 def new_request_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def _connect(settings: PipelineSettings) -> Callable[[], None]:
+def _join(settings: PipelineSettings) -> Callable[[], None]:
     """Join the cluster this process is in, the one RAY_ADDRESS names, or start one; returns how to leave it."""
     if ray.is_initialized():
         return _stay
     address = os.environ.get("RAY_ADDRESS")
     if address:
-        _init_within_limit(address)
+        connect(address)
     else:
-        start_local(settings.bundles())
+        start_local(settings.footprint.bundles(TAGS))
     return _leave
 
 
@@ -174,8 +209,7 @@ def _leave() -> None:
 
 def start_local(bundles: Sequence[dict[str, float]]) -> None:
     """Start a Ray of this process's own with room for these bundles; `ray.shutdown` ends it."""
-    # At Ray's default niceness of 15 a call between busy workers takes 10 to 25 ms in place of 1 to 2.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    prefer_busy_workers()
     total: dict[str, float] = {}
     for bundle in bundles:
         for name, amount in bundle.items():
@@ -192,32 +226,46 @@ def start_local(bundles: Sequence[dict[str, float]]) -> None:
     )
 
 
-def _init_within_limit(address: str) -> None:
-    """Connect, or say why not: against a cluster that wants a token `ray.init` waits for ever."""
+def prefer_busy_workers() -> None:
+    """Let the workers of a Ray that this process starts later run at normal priority.
+
+    At Ray's default niceness of 15 a call between busy workers takes 10 to 25 ms in place of 1 to 2.
+    """
+    os.environ.setdefault("RAY_worker_niceness", "0")
+
+
+def connect(address: str) -> None:
+    """`ray.init` that says why not within `CONNECT_LIMIT_S`: a cluster that wants a token lets it wait for ever.
+
+    Args:
+        address: "host:port", "ray://host:port", or "auto" for a cluster on this machine.
+
+    Raises:
+        DuoRayError: no cluster there, no answer, or a refusal.
+    """
     failure: list[BaseException] = []
 
-    def connect() -> None:
+    def init() -> None:
         try:
             ray.init(address=address, namespace=NAMESPACE, logging_level="ERROR")
         except BaseException as error:  # handed to the caller's thread
             failure.append(error)
 
-    thread = threading.Thread(target=connect, daemon=True)
+    thread = threading.Thread(target=init, daemon=True)
     thread.start()
     thread.join(CONNECT_LIMIT_S)
     if thread.is_alive():
         raise DuoRayError(
-            f"RAY_ADDRESS={address}: no answer within {CONNECT_LIMIT_S:.0f} s. Is the cluster running there? If it "
+            f"Ray at {address}: no answer within {CONNECT_LIMIT_S:.0f} s. Is the cluster running there? If it "
             "wants a token, set RAY_AUTH_MODE=token and put the head node's token into ~/.ray/auth_token "
             "(a new one: ray get-auth-token --generate)"
         )
     if failure:
-        raise DuoRayError(f"RAY_ADDRESS={address}: {_reason(failure[0])}") from failure[0]
+        raise DuoRayError(f"Ray at {address}: {_reason(failure[0])}") from failure[0]
 
 
-def _place(settings: PipelineSettings) -> PlacementGroup:
-    bundles = settings.bundles()
-    group = placement_group(bundles, strategy="PACK", name=f"duo_ray-{new_request_id()}")
+def _place(bundles: Sequence[dict[str, float]]) -> PlacementGroup:
+    group = placement_group(list(bundles), strategy="PACK", name=f"duo_ray-{new_request_id()}")
     if not group.wait(PLACEMENT_LIMIT_S):
         remove_placement_group(group)
         raise DuoRayError(
@@ -232,14 +280,15 @@ def _on_this_node(settings: PipelineSettings, group: PlacementGroup) -> Pipeline
     """Pin only actors on this machine: core numbers were read here and mean nothing elsewhere."""
     here = ray.get_runtime_context().get_node_id()
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    target = settings.target if nodes[0] == here else replace(settings.target, cores=())
+    target = settings.target if nodes[1] == here else replace(settings.target, cores=())
     drafts = tuple(
-        draft if nodes[1 + i] == here else replace(draft, cores=()) for i, draft in enumerate(settings.drafts)
+        draft if nodes[index] == here else replace(draft, cores=())
+        for index, draft in enumerate(settings.drafts, start=2)
     )
     return replace(settings, target=target, drafts=drafts)
 
 
-def _plain(error: RayError) -> DuoRayError:
+def plain_error(error: RayError) -> DuoRayError:
     """What went wrong, without Ray's traceback around it."""
     if isinstance(error, DuoRayError):
         return error

@@ -170,9 +170,13 @@ class TargetPeer(_Peer):
     async def returned(self) -> None:
         """Wait for a lost target. Raises `DuoRayError` when it will not come back."""
         while not self.available:
-            if self._gone is not None:
-                raise DuoRayError(f"the target is gone for good: {self._gone}")
+            self.check()
             await asyncio.sleep(0.1)
+
+    def check(self) -> None:
+        """Raises `DuoRayError` when it will not come back."""
+        if self._gone is not None:
+            raise DuoRayError(f"the target is gone for good: {self._gone}")
 
     async def _call(self, batch: Sequence[tuple[VerifyJob, ProbsHandle | None]]) -> list[Judgement]:
         jobs = [job for job, _ in batch]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from duo_ray.actors.coordinator import CoordinatorSettings, PipelineInfo
 from duo_ray.actors.draft import DraftSettings
-from duo_ray.actors.launch import PipelineSettings
+from duo_ray.actors.launch import Footprint, PipelineSettings
 from duo_ray.actors.target import TargetSettings
 from duo_ray.config import Config
 from duo_ray.core.gamma import Policy
@@ -80,7 +80,9 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
     optimization = config.optimization
     target = config.models.target
     vocab_size = min(tokenizer.vocab_size, files.vocab_size)
+    footprint = plan_footprint(config, machine)
     settings = PipelineSettings(
+        footprint=footprint,
         target=TargetSettings(
             path=str(files.path),
             device=device,
@@ -99,7 +101,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
         drafts=tuple(
             DraftSettings(
                 path=str(draft_path),
-                threads=len(cores) if draft.threads == "auto" else draft.threads,
+                threads=cpus,
                 cores=cores,
                 max_context=_draft_context(draft.max_seq_len, draft_path, target_context, files.vocab_size),
                 slots=target.slots,
@@ -108,7 +110,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
                 vocabulary=draft.vocabulary,
                 warmup_steps=max(1, -(-optimization.warmup_steps // _WARM_UP_SHAPES)),
             )
-            for cores in split.drafts
+            for cores, cpus in zip(split.drafts, footprint.draft_cpus, strict=True)
             if draft_path is not None
         ),
         coordinator=CoordinatorSettings(
@@ -119,9 +121,22 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
             chunk=target.chunked_prefill,
             calibration=kept.costs if kept is not None else None,
         ),
-        target_gpus=_gpu_count(device, config),
     )
     return Prepared(config, machine, files, draft_path, tokenizer, split, settings, calibration_path, notes)
+
+
+def plan_footprint(config: Config, machine: Machine) -> Footprint:
+    """What a pipeline takes where all of it runs on this machine.
+
+    Raises:
+        ConfigError: see `hardware.plan_cores`.
+    """
+    split, threads = plan_cores(config, machine), config.models.draft.threads
+    return Footprint(
+        target_cpus=max(1, len(split.target)),
+        target_gpus=_gpu_count(target_device(config, machine), config, machine),
+        draft_cpus=tuple(max(1, len(cores)) if threads == "auto" else threads for cores in split.drafts),
+    )
 
 
 def policy(config: Config) -> Policy:
@@ -160,13 +175,13 @@ def _threads(config: Config, split: CoreSplit, device: str) -> int | None:
     return max(1, len(split.target)) if device == "cpu" else None
 
 
-def _gpu_count(device: str, config: Config) -> int:
+def _gpu_count(device: str, config: Config, machine: Machine) -> int:
     if device == "cpu":
         return 0
     spread = config.models.target.device_map
     if isinstance(spread, dict):
         return max(1, len({place for place in spread.values() if place not in ("cpu", "disk")}))
-    return len(detect_machine().gpus) if spread == "auto" else 1
+    return len(machine.gpus) if spread == "auto" else 1
 
 
 def _dtype(
