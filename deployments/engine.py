@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from duo_ray.config import Config
@@ -21,10 +21,10 @@ class Engine(Protocol):
     model_name: str
     """What `/v1/models` lists and requests name."""
 
-    def stream(self, request: Request) -> AsyncIterator[Delta | Finished]:
+    def stream(self, request: Request, /) -> AsyncGenerator[Delta | Finished, None]:
         """Tokens of one answer as they become certain, then `Finished`.
 
-        Closing the iterator (`aclose`) ends the work of target and draft within one step and frees both slots.
+        Closing the generator (`aclose`) ends the work of target and draft within one step and frees both slots.
 
         Raises:
             Overloaded: the queue is full (status 503, with `retry_after_s`).

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+# Every cluster of the tests wants a token, and none reads or leaves one in the user's home.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -52,3 +62,34 @@ def gemma_target(gemma_gguf: Path) -> Path:
     from duo_ray.models.catalog import resolve_target
 
     return resolve_target(str(gemma_gguf)).path
+
+
+_REFERENCE = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+path, count = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+for line in sys.stdin:
+    ids = torch.tensor([json.loads(line)])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
+    print(json.dumps(out[0, ids.shape[1]:].tolist()), flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def reference(demo_target: Path) -> Callable[[Sequence[Sequence[int]], int], list[list[int]]]:
+    """The target's own `model.generate(do_sample=False)` in float32, in a process without any of our code."""
+
+    def run(prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        done = subprocess.run(
+            [sys.executable, "-c", _REFERENCE, str(demo_target), str(count)],
+            input="".join(f"{list(ids)}\n" for ids in prompts),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    return run

@@ -1,0 +1,153 @@
+"""One replica is one pipeline: the coordinator in the replica's process, target and drafts in its placement group."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayError
+from ray.util.placement_group import get_current_placement_group
+
+from deployments.openai_api import create_api
+from duo_ray.actors.coordinator import Coordinator
+from duo_ray.actors.launch import plain_error, start_models
+from duo_ray.actors.prepare import prepare
+from duo_ray.config import Config, ConfigError
+from duo_ray.metrics import Meter
+from duo_ray.session import Prompt, answer, build_request
+from duo_ray.types import Delta, Finished, InvalidRequest, Overloaded, Request, Token
+
+logger = logging.getLogger("ray.serve")
+
+
+class Replica:
+    """An `Engine` for the HTTP side, and methods for other Serve applications.
+
+    From another application, or any process of the cluster:
+
+        handle = serve.get_app_handle("default")
+        answer = await handle.generate.remote("Explain gravity to a child.", max_tokens=64)
+        async for item in handle.options(stream=True).stream.remote("Explain gravity to a child."): ...
+
+    Options are those of `duo_ray.session.build_request`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = _with_api_key(config)
+        self.model_name = config.model_name
+        self._meter = Meter(model=self.model_name, replica=serve.get_replica_context().replica_id.unique_id)
+        self._streams = 0
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve calls this once, before the replica counts as ready."""
+        await self._start()
+        return create_api(self)
+
+    async def _start(self) -> None:
+        """Start the models and wait until they are warm.
+
+        Raises:
+            DuoRayError: what cannot work, in one line.
+        """
+        prepared = await asyncio.to_thread(prepare, self.config, progress=_Progress())
+        group = get_current_placement_group()
+        target, drafts = await asyncio.to_thread(start_models, prepared.settings, group, group.bundle_specs)
+        self._coordinator = Coordinator(prepared.settings.coordinator, target, drafts, self._meter)
+        try:
+            info = await self._coordinator.start()
+        except RayError as error:
+            raise plain_error(error) from error
+        prepared.keep_calibration(info)
+        for match in dict.fromkeys(draft.vocabulary for draft in info.drafts):
+            if not match.report.same:
+                logger.warning("%s", match.describe())
+        self.tokenizer = prepared.tokenizer
+        self.max_context = info.target.max_context
+        self._slots = info.target.slots
+
+    async def stream(self, prompt: Prompt | Request, **options: Any) -> AsyncGenerator[Delta | Finished, None]:
+        """Tokens of one answer as they become certain, then `Finished`; see `Engine.stream`."""
+        request = self._request(prompt, options)
+        if self._streams >= self._slots + self.config.serving.queue:
+            raise Overloaded(self._streams - self._slots, self.config.serving.retry_after_s)
+        self._streams += 1
+        try:
+            async with contextlib.aclosing(self._coordinator.generate(request)) as items:
+                async for item in items:
+                    yield item
+        except RayError as error:
+            raise plain_error(error) from error
+        finally:
+            self._streams -= 1
+
+    async def generate(self, prompt: Prompt | Request, **options: Any) -> dict[str, object]:
+        """The whole answer, as `Answer.as_dict` shows it."""
+        tokens: list[Token] = []
+        async with contextlib.aclosing(self.stream(prompt, **options)) as items:
+            async for item in items:
+                if isinstance(item, Finished):
+                    return answer(tokens, item).as_dict()
+                tokens.extend(item.tokens)
+        raise RuntimeError("the stream ended without its end")
+
+    async def describe(self) -> dict[str, object]:
+        """What is running: the model's name, its context, every actor's process, node, cores and measured times."""
+        return {
+            "model": self.model_name,
+            "max_context": self.max_context,
+            "slots": self._slots,
+            "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "pipeline": asdict(self._coordinator.describe()),
+        }
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this fails: the target will not come back."""
+        self._coordinator.check()
+
+    def snapshot(self) -> dict[str, object]:
+        """Live figures of this replica; see `duo_ray.metrics`."""
+        return self._meter.snapshot()
+
+    def prometheus(self) -> bytes:
+        """The same for Prometheus."""
+        return self._meter.prometheus()
+
+    def _request(self, prompt: Prompt | Request, options: dict[str, Any]) -> Request:
+        if not isinstance(prompt, Request):
+            return build_request(self.config, self.tokenizer, prompt, **options)
+        if options:
+            raise InvalidRequest(f"{', '.join(options)}: options belong into the Request")
+        return prompt
+
+
+class _Progress:
+    """Start-up in the replica's log, one line for each new thing that it is busy with."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+
+    def __call__(self, text: str, _share: float | None) -> None:
+        if text != self._shown:
+            self._shown = text
+            logger.info("starting: %s", text)
+
+
+def _with_api_key(config: Config) -> Config:
+    """Read the key here, where it is needed: Serve shows an application's arguments to whoever asks."""
+    key = config.serving.api_key
+    if key is None or not key.startswith("env:"):
+        return config
+    name = key.removeprefix("env:")
+    value = os.environ.get(name)
+    if not value:
+        raise ConfigError(f"serving.api_key is {key}, but where the replica runs there is no variable {name}")
+    return config.model_copy(update={"serving": config.serving.model_copy(update={"api_key": value})})
