@@ -8,12 +8,14 @@ from duo_ray.config import Config, load_config
 from duo_ray.types import DuoRayError, Finished, FinishReason, Origin, Request, SamplingParams, Token
 
 if TYPE_CHECKING:
+    from duo_ray.client import DuoClient
     from duo_ray.session import Answer, Duo
 
 __all__ = [
     "Answer",
     "Config",
     "Duo",
+    "DuoClient",
     "DuoRayError",
     "FinishReason",
     "Finished",
@@ -26,9 +28,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Ray is imported only when `Duo` or `Answer` is used: `duo_ray.core` and the models do without."""
+    """Ray is imported only when it is needed: `duo_ray.core` and the models do without."""
     if name in ("Answer", "Duo"):
         from duo_ray import session  # noqa: PLC0415
 
         return getattr(session, name)
+    if name == "DuoClient":
+        from duo_ray.client import DuoClient  # noqa: PLC0415
+
+        return DuoClient
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
