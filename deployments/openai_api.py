@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 from deployments.engine import Engine
 from deployments.errors import ApiError, ErrorReply, as_api_error, handle_errors
 from deployments.gateway import Gateway
+from deployments.page import mount_page
 from deployments.replies import ChatCompletion, ChatReply, Reply, TextCompletion, TextReply
 from deployments.runner import Runner, while_connected
 from deployments.schema import ChatRequest, CompletionRequest
@@ -121,6 +122,7 @@ def create_api(engine: Engine) -> FastAPI:
         """Live figures of the running system."""
         return engine.snapshot()
 
+    mount_page(api)
     return api
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 
 from duo_ray.config import load_config
@@ -19,6 +23,7 @@ from tests.actors.conftest import SMALL
 pytestmark = [pytest.mark.ray, pytest.mark.models]
 
 ASK = {"temperature": 0.0, "max_tokens": 160, "ignore_eos": True}
+DASHBOARD = Path(__file__).parents[2] / "deployments/grafana.json"
 PROMPT = "Write a long story about a lighthouse."
 
 
@@ -97,6 +102,24 @@ def test_a_sampled_text_with_a_seed_survives_the_loss_of_the_target(duo):
     whole = duo.generate(PROMPT, **ASK | {"temperature": 1.0}, seed=3)
     _, got = generate_and_kill(duo, duo.pipeline.target, signal.SIGKILL, temperature=1.0, seed=3)
     assert got.token_ids == whole.token_ids
+
+
+def exported():
+    """Names of what Ray's agent exports."""
+    (node,) = ray.nodes()
+    text = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=60).text
+    return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def test_every_figure_of_the_dashboard_is_exported(duo):
+    """After the restarts of the tests above, which are among them."""
+    asked = set(re.findall(r"\bray_(?:duo_ray|vllm)_\w+", DASHBOARD.read_text(encoding="utf-8")))
+    deadline = time.monotonic() + 180
+    while missing := asked - exported():
+        assert time.monotonic() < deadline, missing
+        # Again and again: gauges are of the last seconds.
+        for draft in (True, False):
+            duo.generate(PROMPT, draft=draft, **ASK | {"max_tokens": 30})
 
 
 def test_closing_frees_every_process_and_ray(duo):

@@ -12,15 +12,13 @@ from contextlib import contextmanager
 import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from tests.deployments.scripted import ScriptedEngine, says, served
 
 from duo_ray.core.stats import RequestStats
 from duo_ray.metrics import Meter, StepTimes
 from duo_ray.types import Delta, DuoRayError, Finished, Origin, Overloaded, Request
+from tests.deployments.scripted import ScriptedEngine, says, served
 
-ANSWER = (
-    "Things fall down.\n\nWhy? The Earth pulls them: it is heavy, and near, and it does so day and night."
-)
+ANSWER = "Things fall down.\n\nWhy? The Earth pulls them: it is heavy, and near, and it does so day and night."
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>&amp;"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PATIENCE_MS = 60_000
