@@ -170,6 +170,9 @@ class _Section(BaseModel):
 class HardwareConfig(_Section):
     """What of this machine may be used."""
 
+    machine: Annotated[str, _one_of("this", "cluster")] = "this"
+    """this: the cores and GPUs of the machine that starts the pipeline are shared out; cluster: the actors run wherever
+    the Ray cluster has room, on as many CPUs as models.*.threads and optimization.draft_actors say."""
     cpu_cores: Annotated[AutoInt, _whole(1, 4096, "auto")] = "auto"
     """How many CPU cores the pipeline uses, target and drafts together; auto: all this process may use."""
     gpu_type: Name = "auto"

@@ -92,11 +92,11 @@ def _choices(report: Report, prepared: Prepared) -> None:
         "target": prepared.files.source,
         "target device": settings.target.device,
         "target precision": settings.target.dtype,
-        "target cores": show_cores(settings.target.cores),
+        "target cores": show_cores(settings.target.cores) or "any",
         "target context": f"{settings.target.max_context} tokens x {settings.target.slots} requests",
         "draft": prepared.draft_path or "none",
         "draft actors": len(drafts),
-        "draft cores": "; ".join(show_cores(draft.cores) for draft in drafts) or "none",
+        "draft cores": "; ".join(show_cores(draft.cores) or "any" for draft in drafts) or "none",
         "placement group": settings.footprint.bundles(TAGS),
     }
     report.sections["choices"] = choices | {f"note {i}": note for i, note in enumerate(prepared.notes, 1)}

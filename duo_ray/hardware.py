@@ -85,6 +85,29 @@ class CoreSplit:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What one actor gets of its node."""
+
+    cpus: int
+    """CPUs it asks Ray for."""
+    threads: int | None
+    """Threads the model computes with; None leaves it to the engine (a target on a GPU)."""
+    cores: tuple[int, ...] = ()
+    """Cores it is pinned to; empty: another machine's, whose numbers nobody knows here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Device of the target, and what target and drafts get. Known from the settings, before any model is looked at."""
+
+    device: str
+    """"cpu" or "cuda:N"."""
+    gpus: int
+    target: Share
+    drafts: tuple[Share, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GpuLoad:
     name: str
     utilisation: float
@@ -305,6 +328,63 @@ def plan_cores(config: Config, machine: Machine) -> CoreSplit:
         None if threads == "auto" else threads,
         target_device(config, machine) != "cpu",
     )
+
+
+def make_plan(config: Config, machine: Machine) -> Plan:
+    """Who gets what: of `machine`, or, with `hardware.machine: cluster`, of nodes that nobody has seen yet.
+
+    Raises:
+        ConfigError: see `check_machine`; on a cluster, a setting that is about this machine or is missing.
+    """
+    target, draft, actors = config.models.target, config.models.draft, config.optimization.draft_actors
+    if config.hardware.machine == "cluster":
+        _check_cluster(config)
+        threads = _DRAFT_CORES if draft.threads == "auto" else draft.threads
+        count = 0 if draft.model is None else 1 if actors == "auto" else actors
+        drafts = (Share(threads, threads),) * count
+        if target.device == "cpu":
+            target_threads = _DRAFT_CORES if target.threads == "auto" else target.threads
+            return Plan("cpu", 0, Share(target_threads, target_threads), drafts)
+        asked = None if target.threads == "auto" else target.threads
+        return Plan("cuda:0", _gpu_count(config, ()), Share(asked or 1, asked), drafts)
+    device, split = target_device(config, machine), plan_cores(config, machine)
+    own = max(1, len(split.target)) if device == "cpu" else None
+    share = Share(max(1, len(split.target)), own if target.threads == "auto" else target.threads, split.target)
+    shares = []
+    for cores in split.drafts:
+        threads = len(cores) if draft.threads == "auto" else draft.threads
+        shares.append(Share(threads, threads, cores))
+    return Plan(device, 0 if device == "cpu" else _gpu_count(config, machine.gpus), share, tuple(shares))
+
+
+def _check_cluster(config: Config) -> None:
+    hardware, target = config.hardware, config.models.target
+    for name in ("cpu_cores", "cpu_affinity", "gpu_type"):
+        if (value := getattr(hardware, name)) != "auto":
+            raise ConfigError(
+                f"hardware.{name} is {value}, which is about this machine, but hardware.machine is cluster:"
+                " remove one of them"
+            )
+    if target.device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"models.target.device is {target.device}, but hardware.machine is cluster: set it to cuda (which GPU is"
+            " Ray's choice) or cpu"
+        )
+    if target.device_map == "auto":
+        raise ConfigError(
+            "models.target.device_map is auto, but hardware.machine is cluster, whose GPUs are not known yet: give the"
+            " mapping of module names to devices"
+        )
+    if target.device == "cpu" and target.precision == "fp16":
+        raise ConfigError("models.target.precision is fp16, which is for GPUs; on a CPU use bf16 or fp32")
+
+
+def _gpu_count(config: Config, gpus: Sequence[Gpu]) -> int:
+    """GPUs that the target is spread over."""
+    spread = config.models.target.device_map
+    if isinstance(spread, dict):
+        return max(1, len({place for place in spread.values() if place not in ("cpu", "disk")}))
+    return len(gpus) if spread == "auto" else 1
 
 
 def check_machine(config: Config, machine: Machine) -> list[str]:

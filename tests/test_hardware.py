@@ -14,8 +14,11 @@ from duo_ray.hardware import (
     CoreSplit,
     Gpu,
     Machine,
+    Plan,
+    Share,
     check_machine,
     detect_machine,
+    make_plan,
     pin,
     plan_cores,
     sample_load,
@@ -407,3 +410,45 @@ class TestGpus:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         loads = sample_load(0.01).gpus
         assert [(load.utilisation, load.memory_total) for load in loads] == [(0.5, 100), (0.0, 0), (0.5, 100)]
+
+
+CLUSTER = {"hardware.machine": "cluster", "models.target.device": "cuda"}
+
+
+class TestPlan:
+    def test_a_machine_is_shared_out_to_the_last_core(self) -> None:
+        plan = make_plan(load_config(), machine(range(18), gpus=(A800,)))
+        drafts = (Share(8, 8, tuple(range(1, 9))), Share(9, 9, tuple(range(9, 18))))
+        assert plan == Plan("cuda:0", 1, Share(1, None, (0,)), drafts)
+
+    def test_without_a_gpu_the_target_computes_on_all_its_cores(self) -> None:
+        plan = make_plan(load_config(), machine(range(4)))
+        assert plan == Plan("cpu", 0, Share(2, 2, (0, 1)), (Share(2, 2, (2, 3)),))
+
+    def test_on_a_cluster_the_settings_say_it_all_and_no_core_has_a_number(self) -> None:
+        settings = CLUSTER | {"optimization.draft_actors": 2, "models.draft.threads": 6}
+        plan = make_plan(load_config(overrides=settings), machine(range(1)))
+        assert plan == Plan("cuda:0", 1, Share(1, None), (Share(6, 6), Share(6, 6)))
+
+    def test_on_a_cluster_a_draft_takes_8_cores_unless_told_otherwise(self) -> None:
+        assert make_plan(load_config(overrides=CLUSTER), machine(range(1))).drafts == (Share(8, 8),)
+
+    def test_on_a_cluster_a_target_may_run_on_cpus(self) -> None:
+        settings = CLUSTER | {"models.target.device": "cpu", "models.target.threads": 3, "models.draft.model": None}
+        assert make_plan(load_config(overrides=settings), machine(range(1))) == Plan("cpu", 0, Share(3, 3), ())
+
+    @pytest.mark.parametrize(
+        ("setting", "message"),
+        [
+            ({"hardware.cpu_cores": 4}, "hardware.cpu_cores is 4, which is about this machine"),
+            ({"hardware.cpu_affinity": "0-3"}, "hardware.cpu_affinity is 0-3, which is about this machine"),
+            ({"hardware.gpu_type": "A800"}, "hardware.gpu_type is A800, which is about this machine"),
+            ({"models.target.device": "auto"}, "models.target.device is auto, but .* set it to cuda .* or cpu"),
+            ({"models.target.device": "cuda:1"}, "models.target.device is cuda:1, but .*which GPU is Ray's choice"),
+            ({"models.target.device_map": "auto"}, "give the mapping"),
+            ({"models.target.device": "cpu", "models.target.precision": "fp16"}, "use bf16 or fp32"),
+        ],
+    )
+    def test_what_a_cluster_cannot_be_told_is_refused(self, setting: dict[str, object], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            make_plan(load_config(overrides=CLUSTER | setting), machine(range(8)))

@@ -6,12 +6,12 @@ import os
 import pickle
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import ray
+from dataclasses import dataclass, replace
 
 from duo_ray import hardware
 from duo_ray.actors import wire
+from duo_ray.actors.node import find_here, node_id
+from duo_ray.models.catalog import resolve_draft
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import VocabularyMatch
 from duo_ray.types import DraftBlock, DraftJob, DraftProbs
@@ -22,18 +22,29 @@ class DraftSettings:
     """Everything a draft actor needs to build itself, also after a restart."""
 
     path: str
+    """The .gguf file."""
+    model: str
+    """The model's name in the configuration, a local path in full; other nodes find it by that."""
+    quant: str
     threads: int
     cores: tuple[int, ...]
-    """Cores to run on; empty leaves the choice to the operating system (another node's cores are not ours to number).
-    """
+    """Cores to run on; empty leaves the choice to the operating system."""
     max_context: int
     slots: int
     max_sequences: int
-    tokenizer_path: str
-    """Directory with the target's tokenizer.json."""
+    tokenizer: Tokenizer
+    """The target's, itself: its files are on the target's node."""
     vocabulary: str
     """models.draft.vocabulary: auto, or the name of a strategy."""
     warmup_steps: int
+    node: str = ""
+    """Ray's id of the node that `path` and `cores` are about."""
+
+    def here(self) -> DraftSettings:
+        """The same on the node this runs on: an actor may be placed, or come back, anywhere."""
+        if self.node == node_id():
+            return self
+        return replace(self, path=str(find_here(resolve_draft, self.model, self.quant)), cores=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,7 @@ class DraftActor:
     """Ray actor around `LlamaCppDraft`, adapted to the target's tokens: one call at a time, state only in the model."""
 
     def __init__(self, settings: DraftSettings) -> None:
+        settings = settings.here()
         # Before llama.cpp starts its threads: they inherit the affinity.
         if settings.cores:
             hardware.pin(settings.cores)
@@ -72,14 +84,14 @@ class DraftActor:
             slots=settings.slots,
             max_sequences=settings.max_sequences,
         )
-        self._model, self._match = adapt(self._draft, Tokenizer.load(settings.tokenizer_path), settings.vocabulary)
+        self._model, self._match = adapt(self._draft, settings.tokenizer, settings.vocabulary)
         ratio = self._match.tokens_per_target_token
         self._timings = tuple((width, ratio * s) for width, s in self._draft.warm_up(settings.warmup_steps))
 
     def describe(self) -> DraftInfo:
         return DraftInfo(
             pid=os.getpid(),
-            node=ray.get_runtime_context().get_node_id(),
+            node=node_id(),
             cores=self._settings.cores,
             vocab_size=self._model.vocab_size,
             max_context=self._model.max_context,
@@ -106,4 +118,4 @@ class DraftActor:
             return blocks, (pickle.dumps(probs),)
 
         path = wire.listen({"draft": draft}, {"release": self.release})
-        return ray.get_runtime_context().get_node_id(), path
+        return node_id(), path

@@ -19,11 +19,12 @@ import ray
 from ray._private.state import state as cluster_state
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from duo_ray.actors.coordinator import Coordinator, CoordinatorSettings, PipelineInfo
 from duo_ray.actors.draft import DraftActor, DraftSettings
+from duo_ray.actors.node import node_id
 from duo_ray.actors.target import TargetActor, TargetSettings
 from duo_ray.types import Delta, DuoRayError, Finished, Request
 
@@ -149,7 +150,7 @@ def start_models(
 
     Models restart by themselves; no call is retried by Ray: the coordinator knows what to send again.
     """
-    settings = _on_this_node(settings, group)
+    settings = _from_this_node(settings)
     always: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
     target = _start(TargetActor, group, 1, bundles[1], settings.target, **always)
     drafts = [
@@ -276,16 +277,11 @@ def _place(bundles: Sequence[dict[str, float]]) -> PlacementGroup:
     return group
 
 
-def _on_this_node(settings: PipelineSettings, group: PlacementGroup) -> PipelineSettings:
-    """Pin only actors on this machine: core numbers were read here and mean nothing elsewhere."""
-    here = ray.get_runtime_context().get_node_id()
-    nodes = placement_group_table(group)["bundles_to_node_id"]
-    target = settings.target if nodes[1] == here else replace(settings.target, cores=())
-    drafts = tuple(
-        draft if nodes[index] == here else replace(draft, cores=())
-        for index, draft in enumerate(settings.drafts, start=2)
-    )
-    return replace(settings, target=target, drafts=drafts)
+def _from_this_node(settings: PipelineSettings) -> PipelineSettings:
+    """Say whose paths and core numbers these are: they were read here, and actors may run elsewhere."""
+    here = node_id()
+    drafts = tuple(replace(draft, node=here) for draft in settings.drafts)
+    return replace(settings, target=replace(settings.target, node=here), drafts=drafts)
 
 
 def plain_error(error: RayError) -> DuoRayError:

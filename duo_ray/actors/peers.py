@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError
 
 from duo_ray.actors.batching import Batcher
+from duo_ray.actors.node import node_id
 from duo_ray.actors.target import ProbsPick
 from duo_ray.actors.wire import Link, LinkLostError
 from duo_ray.metrics import Meter
@@ -80,7 +81,7 @@ class _Peer:
     async def connect(self) -> None:
         """Open the socket where there can be one; actor calls do the same elsewhere."""
         node, path = await self._handle.listen.remote()
-        self._link = await Link.open(path) if node == ray.get_runtime_context().get_node_id() else None
+        self._link = await Link.open(path) if node == node_id() else None
         self._up.set()
 
     def release(self, request_id: str) -> None:

@@ -14,7 +14,7 @@ from duo_ray.actors.launch import Footprint, PipelineSettings
 from duo_ray.actors.target import TargetSettings
 from duo_ray.config import Config
 from duo_ray.core.gamma import Policy
-from duo_ray.hardware import CoreSplit, Machine, check_machine, detect_machine, plan_cores, show_cores, target_device
+from duo_ray.hardware import Machine, Plan, check_machine, detect_machine, make_plan, show_cores
 from duo_ray.models.calibration import Calibration, calibration_file, read_calibration, write_calibration
 from duo_ray.models.catalog import TargetFiles, context_length, resolve_draft, resolve_target
 from duo_ray.models.gguf_header import read_gguf
@@ -37,7 +37,7 @@ class Prepared:
     files: TargetFiles
     draft_path: Path | None
     tokenizer: Tokenizer
-    split: CoreSplit
+    plan: Plan
     settings: PipelineSettings
     calibration_path: Path
     notes: list[str] = field(default_factory=list)
@@ -56,42 +56,42 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
         ConfigError, DuoRayError: what cannot work, in one line.
     """
     machine = detect_machine()
-    notes = check_machine(config, machine)
-    device, split = target_device(config, machine), plan_cores(config, machine)
+    anywhere = config.hardware.machine == "cluster"
+    notes = [] if anywhere else check_machine(config, machine)
+    plan = make_plan(config, machine)
     files = resolve_target(config.models.target.model, progress=progress)
     draft = config.models.draft
     draft_path = None if draft.model is None else resolve_draft(draft.model, draft.quant, progress=progress)
     tokenizer = Tokenizer.load(files.tokenizer_path)
     asked = config.models.target.max_seq_len
     target_context = context_length(None if asked == "auto" else asked, files.context_length)
-    notes.append(_placement_note(device, split))
+    notes.append(_placement_note(plan, anywhere=anywhere))
 
-    threads = _threads(config, split, device)
+    processors = "cluster" if anywhere else [machine.cpu, *(gpu.name for gpu in machine.gpus)]
     facts = (
-        *_stamp(files.path), *_stamp(draft_path), machine.cpu, [gpu.name for gpu in machine.gpus], device,
-        split.target, split.drafts, threads, draft.threads, config.models.target.precision,
+        *_stamp(files.path), *_stamp(draft_path), processors, plan, config.models.target.precision,
         config.models.target.attn_implementation, version("torch"), version("transformers"),
         version("llama-cpp-python"),
     )  # fmt: skip
     calibration_path = calibration_file(*facts)
     kept = read_calibration(calibration_path)
-    dtype = _dtype(config, device, files.path, split, threads or 1, kept, notes, progress)
+    dtype = _dtype(config, plan, files.path, kept, notes, progress)
 
     optimization = config.optimization
     target = config.models.target
     vocab_size = min(tokenizer.vocab_size, files.vocab_size)
-    footprint = plan_footprint(config, machine)
     settings = PipelineSettings(
-        footprint=footprint,
+        footprint=_footprint(plan),
         target=TargetSettings(
             path=str(files.path),
-            device=device,
+            model=_anywhere(config.models.target.model),
+            device=plan.device,
             dtype=dtype,
             slots=target.slots,
             max_context=target_context,
             vocab_size=vocab_size,
-            threads=threads,
-            cores=split.target,
+            threads=plan.target.threads,
+            cores=plan.target.cores,
             attn_implementation=target.attn_implementation,
             chunk=target.chunked_prefill,
             device_map=target.device_map,
@@ -101,17 +101,19 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
         drafts=tuple(
             DraftSettings(
                 path=str(draft_path),
-                threads=cpus,
-                cores=cores,
+                model=_anywhere(draft.model),
+                quant=draft.quant,
+                threads=share.cpus,
+                cores=share.cores,
                 max_context=_draft_context(draft.max_seq_len, draft_path, target_context, files.vocab_size),
                 slots=target.slots,
                 max_sequences=optimization.max_sequences,
-                tokenizer_path=str(files.tokenizer_path),
+                tokenizer=tokenizer,
                 vocabulary=draft.vocabulary,
                 warmup_steps=max(1, -(-optimization.warmup_steps // _WARM_UP_SHAPES)),
             )
-            for cores, cpus in zip(split.drafts, footprint.draft_cpus, strict=True)
-            if draft_path is not None
+            for share in plan.drafts
+            if draft.model is not None and draft_path is not None
         ),
         coordinator=CoordinatorSettings(
             tokenizer_path=str(files.tokenizer_path),
@@ -122,21 +124,20 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
             calibration=kept.costs if kept is not None else None,
         ),
     )
-    return Prepared(config, machine, files, draft_path, tokenizer, split, settings, calibration_path, notes)
+    return Prepared(config, machine, files, draft_path, tokenizer, plan, settings, calibration_path, notes)
 
 
 def plan_footprint(config: Config, machine: Machine) -> Footprint:
-    """What a pipeline takes where all of it runs on this machine.
+    """What a pipeline takes, known before any model is looked at.
 
     Raises:
-        ConfigError: see `hardware.plan_cores`.
+        ConfigError: see `hardware.make_plan`.
     """
-    split, threads = plan_cores(config, machine), config.models.draft.threads
-    return Footprint(
-        target_cpus=max(1, len(split.target)),
-        target_gpus=_gpu_count(target_device(config, machine), config, machine),
-        draft_cpus=tuple(max(1, len(cores)) if threads == "auto" else threads for cores in split.drafts),
-    )
+    return _footprint(make_plan(config, machine))
+
+
+def _footprint(plan: Plan) -> Footprint:
+    return Footprint(plan.target.cpus, plan.gpus, tuple(draft.cpus for draft in plan.drafts))
 
 
 def policy(config: Config) -> Policy:
@@ -168,28 +169,16 @@ def _draft_context(asked: int | str, path: Path, target_context: int, target_voc
     return context_length(asked, trained, "models.draft.max_seq_len")
 
 
-def _threads(config: Config, split: CoreSplit, device: str) -> int | None:
-    threads = config.models.target.threads
-    if threads != "auto":
-        return threads
-    return max(1, len(split.target)) if device == "cpu" else None
-
-
-def _gpu_count(device: str, config: Config, machine: Machine) -> int:
-    if device == "cpu":
-        return 0
-    spread = config.models.target.device_map
-    if isinstance(spread, dict):
-        return max(1, len({place for place in spread.values() if place not in ("cpu", "disk")}))
-    return len(machine.gpus) if spread == "auto" else 1
+def _anywhere(model: str) -> str:
+    """The model's name as another node understands it: a local path in full."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
 
 
 def _dtype(
     config: Config,
-    device: str,
+    plan: Plan,
     path: Path,
-    split: CoreSplit,
-    threads: int,
     kept: Calibration | None,
     notes: list[str],
     progress: Progress,
@@ -197,22 +186,28 @@ def _dtype(
     precision = config.models.target.precision
     if precision != "auto":
         return _DTYPES[precision]
-    if device != "cpu":
+    if plan.device != "cpu":
         notes.append("precision: bfloat16, the default on a GPU")
         return "bfloat16"
+    if not plan.target.cores:
+        notes.append("precision: float32, as the CPU is not known yet (models.target.precision: bf16 may be faster)")
+        return "float32"
     if kept is not None:
         notes.append(f"precision: {kept.dtype}, the faster one here when it was first measured")
         return kept.dtype
     progress("measuring the faster precision", None)
-    dtype, seconds = fastest_dtype(path, split.target, threads)
+    dtype, seconds = fastest_dtype(path, plan.target.cores, plan.target.threads or 1)
     measured = ", ".join(f"{name} {value * 500:.1f}" for name, value in seconds.items())
     notes.append(f"precision: {dtype}, the faster one here (mean of T(1) and T(8) of two layers, ms: {measured})")
     return dtype
 
 
-def _placement_note(device: str, split: CoreSplit) -> str:
-    target = f"cores {show_cores(split.target)}" if device == "cpu" else f"{device}, core {show_cores(split.target)}"
-    drafts = "; ".join(f"cores {show_cores(cores)}" for cores in split.drafts) or "none"
+def _placement_note(plan: Plan, *, anywhere: bool) -> str:
+    if anywhere:
+        return f"target and {len(plan.drafts)} drafts run wherever the cluster has room for them"
+    cores = show_cores(plan.target.cores)
+    target = f"cores {cores}" if plan.device == "cpu" else f"{plan.device}, core {cores}"
+    drafts = "; ".join(f"cores {show_cores(draft.cores)}" for draft in plan.drafts) or "none"
     return f"target on {target}; drafts: {drafts}"
 
 

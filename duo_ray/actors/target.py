@@ -6,12 +6,12 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import ray
+from dataclasses import dataclass, replace
 
 from duo_ray import hardware
 from duo_ray.actors import wire
+from duo_ray.actors.node import find_here, node_id
+from duo_ray.models.catalog import resolve_target
 from duo_ray.types import DraftProbs, TargetReply, VerifyJob
 
 
@@ -20,6 +20,9 @@ class TargetSettings:
     """Everything a target actor needs to build itself, also after a restart."""
 
     path: str
+    """Directory that transformers loads."""
+    model: str
+    """The model's name in the configuration, a local path in full; other nodes find it by that."""
     device: str
     dtype: str
     slots: int
@@ -33,6 +36,14 @@ class TargetSettings:
     device_map: str | dict[str, int | str] | None
     cuda_graphs: bool
     warmup_steps: int
+    node: str = ""
+    """Ray's id of the node that `path` and `cores` are about."""
+
+    def here(self) -> TargetSettings:
+        """The same on the node this runs on: an actor may be placed, or come back, anywhere."""
+        if self.node == node_id():
+            return self
+        return replace(self, path=str(find_here(resolve_target, self.model).path), cores=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,7 @@ class TargetActor:
     """Ray actor around `TransformersTarget`: one pass at a time, state only in the model."""
 
     def __init__(self, settings: TargetSettings) -> None:
+        settings = settings.here()
         if settings.cores:
             hardware.pin(settings.cores)
         from transformers.utils import logging  # noqa: PLC0415 - the process is pinned first
@@ -95,7 +107,7 @@ class TargetActor:
     def describe(self) -> TargetInfo:
         return TargetInfo(
             pid=os.getpid(),
-            node=ray.get_runtime_context().get_node_id(),
+            node=node_id(),
             device=self._settings.device,
             dtype=self._settings.dtype,
             cores=self._settings.cores,
@@ -128,4 +140,4 @@ class TargetActor:
             return self.verify(*argument, *parts), ()
 
         path = wire.listen({"verify": verify}, {"release": self.release})
-        return ray.get_runtime_context().get_node_id(), path
+        return node_id(), path
