@@ -39,7 +39,8 @@ class Gateway:
                     MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        refusal = self._refusal(scope["path"], headers)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # the application may be mounted below a prefix
+        refusal = self._refusal(path, headers)
         if refusal is None:
             try:
                 await self._app(scope, self._limited(receive), sender)

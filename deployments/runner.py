@@ -81,7 +81,9 @@ class Runner:
                 return await items.get()
         except TimeoutError:
             limit = f"this server's limit of {self._timeout_s:g} s for one request"
-            raise ApiError(408, f"the answer was not complete within {limit}", code="timeout") from None
+            message = f"the answer was not complete within {limit}: ask for fewer tokens, or stream and use what comes"
+            # The official client would otherwise ask for the same again, twice.
+            raise ApiError(408, message, code="timeout", headers={"x-should-retry": "false"}) from None
 
     async def check_health(self) -> None:
         """Return when a token was generated within the last seconds, if need be for this check.

@@ -18,6 +18,7 @@ import pytest
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming
 
+from deployments.openai_api import create_api
 from deployments.schema import ChatRequest, CompletionRequest
 from duo_ray.models.scripted import random_table
 from duo_ray.types import ContextOverflow, Delta, DuoRayError, Finished, Origin, Overloaded, Token, TokenLogprobs
@@ -581,6 +582,15 @@ class TestEnds:
             assert "limit of 1 s for one request" in error.message
             assert not engine.running
 
+    def test_the_official_client_does_not_repeat_what_took_too_long(self) -> None:
+        engine = ScriptedEngine(pause=lambda: 0.01, max_context=100_000, settings={"serving.limits.timeout_s": 1.0})
+        with served(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2) as client:
+            with pytest.raises(openai.APIStatusError, match="not complete within"):
+                client.chat.completions.create(
+                    model="scripted", messages=USER, max_tokens=1000, extra_body={"ignore_eos": True}
+                )
+            assert len(engine.requests) == 1
+
     def test_the_time_limit_ends_a_stream_with_an_error_event(self) -> None:
         engine = ScriptedEngine(pause=lambda: 0.01, max_context=100_000, settings={"serving.limits.timeout_s": 1.0})
         with served(engine) as url, httpx.Client(base_url=url, timeout=60) as http:
@@ -658,6 +668,15 @@ class TestGateway:
                 assert http.get("/v1/models", headers={"Authorization": "bearer s3cret"}).status_code == 200
             with openai.OpenAI(base_url=f"{url}/v1", api_key="s3cret") as client:
                 assert client.models.list().data[0].id == "scripted"
+
+    def test_the_key_is_asked_for_below_a_prefix_too(self) -> None:
+        async def status(root_path: str) -> int:
+            api = create_api(ScriptedEngine(settings={"serving.api_key": "s3cret"}))
+            transport = httpx.ASGITransport(api, root_path=root_path)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+                return (await http.get(f"{root_path}/v1/models")).status_code
+
+        assert [asyncio.run(status(prefix)) for prefix in ("", "/llm")] == [401, 401]
 
     @pytest.mark.parametrize("stated", [True, False])
     def test_a_body_over_the_limit_is_too_large(self, stated: bool) -> None:
