@@ -19,6 +19,10 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import start
 from ray.serve.schema import ServeDeploySchema
 
+import deployments
+from duo_ray.actors.launch import TAGS
+from duo_ray.actors.prepare import plan_footprint
+from duo_ray.hardware import detect_machine
 from tests import kuberay
 
 ROOT = Path(__file__).parents[1]
@@ -45,15 +49,40 @@ def test_a_key_that_ray_does_not_know_would_be_noticed(name):
         validate_config(prepare_config(read(name) | {"idle_timeout": 3}))
 
 
-def test_every_node_type_fits_what_it_is_for_and_the_head_takes_no_model():
+def bundles(application):
+    """What a pipeline with these arguments asks of a cluster: replica, target, drafts."""
+    assert application["import_path"] == "deployments:app"
+    config = deployments.Arguments(**application["args"]).load()
+    return plan_footprint(config, detect_machine()).bundles(TAGS)
+
+
+def fits(bundle, resources):
+    return all(float(resources.get(name, 0)) >= amount for name, amount in bundle.items() if name != "memory")
+
+
+def check_that_models_fit(application, head, target, draft):
+    """Targets only on GPU nodes; drafts beside them and on nodes of their own; neither on the head."""
+    _, target_bundle, *draft_bundles = bundles(application)
+    assert draft_bundles
+    assert [fits(target_bundle, node) for node in (head, target, draft)] == [False, True, False]
+    for bundle in draft_bundles:
+        assert [fits(bundle, node) for node in (head, target, draft)] == [False, True, True]
+    whole = {name: sum(each.get(name, 0) for each in (target_bundle, *draft_bundles)) for name in target}
+    assert fits(whole, target)
+
+
+def test_target_and_draft_fit_on_a_gpu_node_further_drafts_beside_it_and_nothing_on_the_head():
     types = read("cluster.yaml")["available_node_types"]
-    target, draft, head = (types[name]["resources"] for name in ("target", "draft", "head"))
-    assert {"GPU", "target_gpu"} <= set(target)
-    assert target["target_gpu"] == target["GPU"]
-    # The replica and the target take a core each, a draft eight.
-    assert target["CPU"] >= 2 + 8 * target["draft_cpu"]
-    assert draft["CPU"] >= 8 * draft["draft_cpu"] > 0
-    assert head == {"CPU": 0}
+    (application,) = read("serve.cluster.yaml")["applications"]
+    check_that_models_fit(application, *(types[name]["resources"] for name in ("head", "target", "draft")))
+
+
+def test_the_pods_of_the_manifest_fit_the_models_it_serves():
+    spec = kuberay.read(manifest()).spec
+    (application,) = yaml.safe_load(spec.serve_config_v2)["applications"]
+    groups = {group.group_name: group.resources for group in spec.ray_cluster_config.worker_group_specs}
+    head = spec.ray_cluster_config.head_group_spec.resources
+    check_that_models_fit(application, head, groups["target"], groups["draft"])
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -191,5 +220,13 @@ def test_the_versions_of_ray_agree():
     assert image.rpartition(".")[0] == version("ray").rpartition(".")[0]
 
 
-def test_serve_accepts_the_manifests_applications():
+def test_serve_accepts_the_applications():
     ServeDeploySchema.model_validate(yaml.safe_load(manifest()["spec"]["serveConfigV2"]))
+    ServeDeploySchema.model_validate(read("serve.cluster.yaml"))
+
+
+def test_the_cluster_and_the_manifest_serve_the_same():
+    (there,) = yaml.safe_load(manifest()["spec"]["serveConfigV2"])["applications"]
+    (here,) = read("serve.cluster.yaml")["applications"]
+    assert there["args"]["serving"].pop("api_key") == "env:DUO_RAY_API_KEY"
+    assert there == here
