@@ -47,12 +47,12 @@ def _listed(value: object) -> object:
 
 
 def _as_parts(value: object) -> object:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-def _only_text(value: object) -> object:
-    if isinstance(value, str) and value != "text":
-        raise ValueError(f"{value!r} parts are not supported: this model reads text only")
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    kinds = [part.get("type") for part in value if isinstance(part, dict)] if isinstance(value, list) else []
+    foreign = next((kind for kind in kinds if isinstance(kind, str) and kind != "text"), None)
+    if foreign is not None:
+        raise ValueError(f"has a part of type {printable(foreign)!r}: this model reads text only")
     return value
 
 
@@ -140,7 +140,7 @@ class _Parameters(BaseModel):
 
 
 class DuoOptions(_Parameters):
-    """How this request is sped up; the text does not depend on it."""
+    """How this request is sped up; a greedy text, or what a sampled one is drawn from, does not depend on it."""
 
     draft: bool | None = None
     """false: the target alone."""
@@ -220,7 +220,7 @@ def raise_for(parameter: str, complaint: str) -> None:
 
 
 class TextPart(_Parameters):
-    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
+    type: Literal["text"]
     text: Text
 
 

@@ -52,6 +52,8 @@ def translate(engine: Engine, body: ChatRequest | CompletionRequest) -> Job:
             parameter="model",
             code="model_not_found",
         )
+    n = body.n or 1
+    _check_count(engine, n, 1 if isinstance(body, ChatRequest) else len(body.prompt))
     if isinstance(body, ChatRequest):
         kind, prompts, given = "chatcmpl", [_conversation(engine, body)], body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -60,8 +62,6 @@ def translate(engine: Engine, body: ChatRequest | CompletionRequest) -> Job:
         kind, prompts, given = "cmpl", [_prompt(engine, prompt) for prompt in body.prompt], body.max_tokens
         logprobs = body.logprobs
         echo = tuple(_text(engine, prompt) for prompt in body.prompt) if body.echo else ()
-    n = body.n or 1
-    _check_count(engine, n, len(prompts))
     name = "messages" if isinstance(body, ChatRequest) else "prompt"
     for ids in prompts:
         _check_length(engine, ids, name)

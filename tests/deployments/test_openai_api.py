@@ -326,8 +326,8 @@ class TestParameters:
             ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "calls no tools"),
             (
                 {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-                "messages[0].content[0].image_url",
-                "is not a parameter",
+                "messages[0].content",
+                "has a part of type 'image_url': this model reads text only",
             ),
             ({"messages": [*USER, {"role": "system", "content": "x"}]}, "messages", "system messages come first"),
             ({"model": None}, "model", "got null"),
