@@ -116,6 +116,9 @@ def _measured(report: Report, settings: Config, progress: Progress) -> None:
         info = duo.pipeline.info
         report.costs = info.measured
         report.sections["times"] = _times(Costs.from_dict(info.measured))
+        report.sections["vocabularies"] = {
+            f"draft {i}": f"{d.vocabulary.strategy}: {d.vocabulary.why}" for i, d in enumerate(info.drafts)
+        }
         memory = {
             "target": info.target.memory_bytes,
             **{f"draft {i}": d.memory_bytes for i, d in enumerate(info.drafts)},

@@ -35,7 +35,7 @@ def refused(*arguments):
 def test_help_names_every_command():
     done = run("--help")
     assert done.returncode == 0
-    assert all(command in done.stdout for command in ("generate", "check", "doctor", "quantize"))
+    assert all(command in done.stdout for command in ("generate", "check", "doctor", "quantize", "vocab"))
 
 
 @pytest.mark.parametrize(
@@ -164,3 +164,18 @@ def test_an_interrupted_command_leaves_no_process_behind(number):
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.models
+def test_vocab_reports_what_two_vocabularies_have_in_common():
+    done = run("vocab", "demo", "demo", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["strategy"] == "same"
+    assert report["target_ids"] == report["draft_ids"] == report["same_ids"] == 49152
+    assert report["chat_markers_of_the_draft"] == ["<|im_start|>", "<|im_end|>"]
+
+
+def test_vocab_refuses_an_unknown_strategy_with_the_known_ones():
+    line = refused("vocab", "demo", "demo", "--strategy", "sane")
+    assert all(word in line for word in ("sane", "auto", "same", "intersection", "string")), line
