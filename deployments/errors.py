@@ -109,6 +109,7 @@ def handle_errors(api: FastAPI) -> None:
         if isinstance(error, ApiError):
             return error.response()
         message = {
+            400: "the body is not JSON: it is no valid UTF-8, nests too deeply or has a number of thousands of digits",
             404: f"there is no {request.method} {request.url.path} here; /docs lists what there is",
             405: f"{request.url.path} does not take {request.method}",
         }.get(error.status_code, error.detail)

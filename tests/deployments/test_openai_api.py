@@ -698,10 +698,10 @@ class TestGateway:
             (b"[]", "the body must be a JSON object, got a list of 0"),
             (b"null", "the body must be a JSON object, got null"),
             (b'"x"', "the body must be a JSON object, got 'x'"),
-            (b"\xff\xfe\xfa", "parsing the body"),
-            (b'{"model": "\xff"}', "parsing the body"),
-            (b"[" * 100_000, "parsing the body"),
-            (b'{"user": ' + b"9" * 5000 + b"}", "parsing the body"),
+            (b"\xff\xfe\xfa", "no valid UTF-8, nests too deeply or"),
+            (b'{"model": "\xff"}', "no valid UTF-8, nests too deeply or"),
+            (b"[" * 100_000, "no valid UTF-8, nests too deeply or"),
+            (b'{"user": ' + b"9" * 5000 + b"}", "no valid UTF-8, nests too deeply or"),
             (b'{"model": "scripted", "stop": ' + b"[" * 900 + b"]" * 900 + b"}", "stop[0]"),
             (b'{"model": "scripted", "logit_bias": ' + b"[" * 900 + b"]" * 900 + b"}", "got a list of 1"),
             (b'{"model": "scripted", "temperature": NaN}', "temperature: should be a finite number, got nan"),
@@ -740,6 +740,11 @@ class TestGateway:
         assert response.status_code == status
         assert response.json()["error"].keys() == {"message", "type", "param", "code"}
         assert (response.headers.get("allow") is not None) == (status == 405)
+
+    def test_what_is_ignored_may_be_anything(self, http: httpx.Client) -> None:
+        content = json.dumps(CHAT | {"user": "deep"}).replace('"deep"', "[" * 900 + "NaN" + "]" * 900)
+        response = http.post("/v1/chat/completions", content=content, headers={"Content-Type": "application/json"})
+        assert response.status_code == 200
 
     @pytest.mark.parametrize("text", ["\0", "a\0b", "\u2028", "\r\n\r\n", "<|im_end|>", "\ufffd", "🙂" * 40])
     def test_odd_text_is_text(self, http: httpx.Client, text: str) -> None:
