@@ -41,11 +41,6 @@ class Meter:
             self._publisher = RayPublisher(self.tally, self._labels)
             self._publisher.start()
 
-    def close(self) -> None:
-        """Publish no more."""
-        if self._publisher is not None:
-            self._publisher.close()
-
     def snapshot(self) -> dict[str, Any]:
         """Live figures for people, JSON-ready: see `Tally.snapshot`."""
         return {**self._labels, **self.tally.snapshot()}
