@@ -28,13 +28,12 @@ function make(name, attributes = {}, ...children) {
 
 function history(turn) {
   const messages = [];
-  for (const each of turns) {
-    messages.push({ role: "user", content: each.question });
-    if (each === turn) break;
+  for (const each of turns.slice(0, turns.indexOf(turn))) {
     const last = each.answers.findLast((answer) => answer.text);
-    if (last) messages.push({ role: "assistant", content: last.text });
+    // A question that got no answer is left out: many templates want the roles to alternate.
+    if (last) messages.push({ role: "user", content: each.question }, { role: "assistant", content: last.text });
   }
-  return messages;
+  return [...messages, { role: "user", content: turn.question }];
 }
 
 async function servedModel() {

@@ -314,6 +314,8 @@ def test_an_error_is_told_in_words_and_what_came_before_stays(browser, failure, 
         engine.failure = None
         ask(page, "Once more.", answers=2)
         assert page.locator(".text").nth(1).text_content() == ANSWER
+        prompt = engine.tokenizer.decode(engine.requests[-1].prompt)
+        assert ("Why do things fall?" in prompt) == bool(after)  # roles alternate: no question without its answer
 
 
 def test_a_prompt_over_the_context_is_refused_with_both_lengths(browser):
