@@ -30,6 +30,9 @@ _CALIBRATION_RATE = 0.15
 LARGEST = 64
 """No more than this many tokens are ever planned for one block or one lead."""
 
+_WIDEST = 1024
+"""Passes of many requests: the widest whose time is estimated."""
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -96,7 +99,8 @@ _DRIFT = 0.03**2
 class _Curve:
     """Seconds of one pass as a function of its width, learned from noisy passes of whatever widths occur.
 
-    A Kalman filter over log-seconds at the widths 1..size. Prior mean: a line, 1 + slope (n - 1). Prior covariance: a
+    A Kalman filter over log-seconds at widths that lie close together up to `dense` and 15% apart from there to
+    `_WIDEST`; in between it is interpolated. Prior mean: a line, 1 + slope (n - 1). Prior covariance: a
     common level, plus a Brownian motion in log2(n). So a pass of one width moves the estimate of all (the machine got
     slower), its own and its neighbours' the most (the curve is concave there), and a width not seen lately follows the
     others.
@@ -105,8 +109,9 @@ class _Curve:
     row is believed, at once and for all widths. A value far below is believed immediately.
     """
 
-    def __init__(self, size: int, slope: float) -> None:
-        widths = np.arange(1, size + 1, dtype=np.float64)
+    def __init__(self, dense: int, slope: float) -> None:
+        steps = math.ceil(math.log(_WIDEST / dense, 1.15))
+        widths = np.concatenate([np.arange(1.0, dense), np.geomspace(dense, _WIDEST, steps + 1)])
         doublings = np.log2(widths)
         self._mean = np.log1p(slope * (widths - 1))
         self._prior = _LEVEL + _SHAPE * np.minimum(doublings[:, None], doublings[None, :])
@@ -116,26 +121,37 @@ class _Curve:
         self.seen: tuple[int, ...] = ()
 
     def observe(self, width: int, seconds: float) -> None:
-        # Spans come from a wall clock, which may be set back; prefill is wider than the curve and not its business.
-        if not (0.0 < seconds < math.inf and 1 <= width <= len(self._mean)):
+        # Spans come from a wall clock, which may be set back.
+        if not (0.0 < seconds < math.inf and 1 <= width <= _WIDEST):
             return
-        at = width - 1
+        above = int(np.searchsorted(self._widths, width))
+        below = max(0, above - 1)
+        share = (self._widths[above] - width) / (self._widths[above] - self._widths[below]) if above else 0.0
         if not self.seen:
-            self._mean = self._mean + math.log(seconds) - self._mean[at]
-        surprise = math.log(seconds) - float(self._mean[at])
+            self._mean = self._mean + math.log(seconds) - self._between(self._mean, below, above, share)
+        surprise = math.log(seconds) - float(self._between(self._mean, below, above, share))
         # Level and shape have drifted since: less is known than before.
         covariance = (1.0 - _FORGET) * self._covariance + (_FORGET * self._prior + _DRIFT)
-        if abs(surprise) > max(math.log(1.5), 3.0 * math.sqrt(covariance[at, at] + _NOISE)):
+        row = self._between(covariance, below, above, share)
+        variance = float(self._between(row, below, above, share))
+        if abs(surprise) > max(math.log(1.5), 3.0 * math.sqrt(variance + _NOISE)):
             self._slow_in_a_row += surprise > 0.0
             if surprise > 0.0 and self._slow_in_a_row < 3:
                 return
             covariance = self._prior + 1.0
+            row = self._between(covariance, below, above, share)
+            variance = float(self._between(row, below, above, share))
         self._slow_in_a_row = 0
-        gain = covariance[at] / (covariance[at, at] + _NOISE)
+        gain = row / (variance + _NOISE)
         self._mean = self._mean + gain * surprise
-        self._covariance = covariance - np.outer(gain, covariance[at])
+        self._covariance = covariance - np.outer(gain, row)
         if width not in self.seen:
             self.seen = (*self.seen, width)
+
+    @staticmethod
+    def _between(values: Array, below: int, above: int, share: float) -> Array:
+        """`values` along their first axis at a width between two, `share` of the way back from the one above."""
+        return np.asarray(values[above] if share == 0.0 else share * values[below] + (1.0 - share) * values[above])
 
     def seconds(self, widths: Array | float) -> Array:
         """Estimates at fractional `widths` of any shape, never falling, constant beyond the largest."""
@@ -157,18 +173,18 @@ class Costs:
     _ASSUMED_RATIO = 5.0
 
     def __init__(self) -> None:
-        self._target = _Curve(LARGEST + 1, slope=0.015)
-        self._draft = _Curve(LARGEST // 2, slope=0.3)
+        self._target = _Curve(dense=LARGEST + 1, slope=0.015)
+        self._draft = _Curve(dense=LARGEST // 2, slope=0.3)
         self._overheads: deque[float] = deque(maxlen=15)
         self._is_frozen = False
 
     def observe_target(self, tokens: int, seconds: float) -> None:
-        """One target pass over `tokens` new tokens. Passes over more than 65 (prefill) teach nothing."""
+        """One target pass over `tokens` new tokens; more than 1024 teach nothing."""
         if not self._is_frozen:
             self._target.observe(tokens, seconds)
 
     def observe_draft(self, width: int, seconds: float) -> None:
-        """One draft decode that advanced `width` sequences by one token. Widths above 32 teach nothing."""
+        """One draft decode that advanced `width` sequences by one token; more than 1024 teach nothing."""
         if not self._is_frozen:
             self._draft.observe(width, seconds)
 
@@ -412,9 +428,10 @@ class GammaController:
         self._pooled = acceptance
         self._policy = policy
         self._costs = costs
-        self._leads, self._gammas, self._allowed = _choices(policy)
+        self._leads, self._gammas, self._allowed = choices(policy)
         self._choice: tuple[int, int] | None = None
-        self._share = 1.0
+        self.share = 1.0
+        """How much of a block's budget its best sequence has been getting."""
         self._plain = False
         self._savings = 0.0
         self._gap = self._wait = 1
@@ -461,7 +478,7 @@ class GammaController:
         for acceptance in (self.acceptance, self._pooled):
             acceptance.observe(proposed, accepted, bet_won)
         if gamma > 0 and best_tail is not None:
-            self._share += 0.2 * (min(1.0, (best_tail + 1) / gamma) - self._share)
+            self.share += 0.2 * (min(1.0, (best_tail + 1) / gamma) - self.share)
         if self._plain and bet_won:
             self._gap = self._wait = 1  # good news: look again at once
 
@@ -487,7 +504,7 @@ class GammaController:
     def _rates(self, leads: Array, gammas: Array, speed: float) -> Array:
         chances = self.acceptance
         return tokens_per_second(
-            leads, gammas, self._costs, token=chances.token, head=chances.head, share=self._share, speed=speed
+            leads, gammas, self._costs, token=chances.token, head=chances.head, share=self.share, speed=speed
         )
 
     def _probe(self) -> Plan | None:
@@ -525,7 +542,7 @@ class GammaController:
         return lead * costs.draft_seconds(1) + costs.target_seconds(lead + 1) - costs.target_seconds(1)
 
 
-def _choices(policy: Policy) -> tuple[Array, Array, NDArray[np.bool_]]:
+def choices(policy: Policy) -> tuple[Array, Array, NDArray[np.bool_]]:
     """Leads, gammas, and which pairs of them a policy allows besides plain decoding."""
     automatic = range(policy.gamma_min, policy.gamma_max + 1)
     leads = range(policy.gamma_max + 1) if policy.lead is None else (policy.lead,)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from duo_ray.core.gamma import Costs, GammaController, Plan
+from duo_ray.core.budget import Seat, SharedBudget
+from duo_ray.core.gamma import Acceptance, Costs, GammaController, Plan, Policy
 
 PLAIN = Plan(0, 0, False, "plain")
 
@@ -159,3 +160,89 @@ class Loop:
 def earned(steps: list[Step]) -> float:
     """Committed tokens per second."""
     return sum(step.committed for step in steps) / sum(step.seconds for step in steps)
+
+
+class Crowd:
+    """Several requests in rounds: one pass over all their blocks, one draft for all of them.
+
+    Requests of one `World` are alike but for `token`, which may be given one by one.
+    """
+
+    def __init__(self, world: World, count: int, seed: int, tokens: list[float] | None = None) -> None:
+        self.world = world
+        self.costs = Costs()
+        for n in (1, 8, 32):
+            self.costs.observe_target(n, world.target(n))
+        for width in (1, 4):
+            self.costs.observe_draft(width, world.draft(width))
+        self.budget = SharedBudget(Policy(), self.costs)
+        self.pooled = Acceptance()
+        self._random = np.random.default_rng(seed)
+        self.requests: list[_Member] = []
+        self.resize(count, tokens)
+
+    def resize(self, count: int, tokens: list[float] | None = None) -> None:
+        """Requests come (wise by what others learned) or go."""
+        del self.requests[count:]
+        while len(self.requests) < count:
+            token = self.world.token if tokens is None else tokens[len(self.requests)]
+            self.requests.append(_Member(token, GammaController(Policy(), self.costs, self.pooled)))
+
+    def round(self) -> Round:
+        world, members = self.world, self.requests
+        seats = [Seat(member.controller, member.hand, 0) for member in members]
+        plans = self.budget.plan(seats, rows=len(members))
+        leads = [plan.lead if member.hand == 0 else 0 for member, plan in zip(members, plans, strict=True)]
+        leading = sum(lead > 0 for lead in leads)
+        lead_seconds = max(leads) * world.draft(leading) if leading else 0.0
+        blocks = [plan.gamma if plan.overlap else 0 for plan in plans]
+        # Decode k advances every request whose block is longer than k.
+        widths = [sum(block > k for block in blocks) for k in range(max(blocks))]
+        rows = sum(1 + member.hand + lead for member, lead in zip(members, leads, strict=True))
+        drafting = sum(world.draft(width) for width in widths)
+        seconds = lead_seconds + max(world.target(rows), drafting) + world.overhead
+        committed = [m.step(lead, block, self._random) for m, lead, block in zip(members, leads, blocks, strict=True)]
+        self.costs.observe_target(rows, self._measured(world.target(rows)))
+        for width in widths:
+            self.costs.observe_draft(width, self._measured(world.draft(width)))
+        return Round(sum(committed), seconds, sum(blocks) + sum(leads), [block > 0 for block in blocks])
+
+    def _measured(self, seconds: float) -> float:
+        return float(seconds * np.exp(self.world.noise * self._random.standard_normal()))
+
+    @property
+    def plain_rate(self) -> float:
+        """Tokens per second of plain batched decoding."""
+        return len(self.requests) / (self.world.target(len(self.requests)) + self.world.overhead)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    committed: float
+    """Expected, given what was verified: without the luck of the draw."""
+    seconds: float
+    drafted: int
+    who: list[bool]
+
+
+@dataclass(slots=True)
+class _Member:
+    token: float
+    controller: GammaController
+    hand: int = 0
+
+    def step(self, lead: int, gamma: int, random: np.random.Generator) -> float:
+        proposed = self.hand or lead
+        accepted = 0
+        while accepted < proposed and random.random() < self.token:
+            accepted += 1
+        won = bool(random.random() < self.token) if gamma and accepted == proposed else None
+        self.hand = max(0, gamma - 1) if won else 0
+        tail = gamma - 1 if gamma else None
+        self.controller.observe(proposed=proposed, accepted=accepted, bet_won=won, gamma=gamma, best_tail=tail)
+        return float(sum(self.token**i for i in range(proposed + 1)))
+
+
+def crowd_rate(rounds: list[Round]) -> float:
+    """Committed tokens per second of all requests together."""
+    return sum(r.committed for r in rounds) / sum(r.seconds for r in rounds)

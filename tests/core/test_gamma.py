@@ -414,11 +414,20 @@ def test_impossible_times_are_not_learned_from(seconds: float) -> None:
     assert costs.as_dict() == before
 
 
-def test_prefill_is_not_learned_from() -> None:
+def test_passes_wider_than_the_curve_are_not_learned_from() -> None:
     costs = calibrated(World())
     before = costs.as_dict()
-    costs.observe_target(512, 9.0)
+    costs.observe_target(1025, 9.0)
     assert costs.as_dict() == before
+
+
+def test_a_pass_of_many_requests_is_learned_and_interpolated() -> None:
+    costs = calibrated(World())
+    for _ in range(20):
+        costs.observe_target(200, 5.0)
+        costs.observe_target(300, 7.0)
+    assert costs.target_seconds(200) == pytest.approx(5.0, rel=0.1)
+    assert 5.0 < costs.target_seconds(250) < 7.0
 
 
 def test_overhead_is_the_median_of_late() -> None:

@@ -1,0 +1,233 @@
+"""gamma as a shared budget: what several requests draft, decided together for every round.
+
+A round is one target pass over the blocks of all running requests and the draft pass beside it. One more drafted token
+costs the same time whoever it belongs to, but requests differ in how likely it is accepted; and with many requests the
+target has less time to spare for it. So the requests are ranked by what a drafted token of theirs is worth, and as many
+of them draft as much as promises the most committed tokens per second over all. With growing load that shrinks to plain
+batched decoding, and grows back.
+
+A request alone is planned by its own controller (`core.gamma`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from duo_ray.core.gamma import PROBE, Array, Costs, GammaController, Plan, Policy, choices
+
+_FINE = 8
+"""Leads and gammas up to this are all tried, beyond it those about a quarter apart."""
+
+_FAR_BEHIND = 8
+"""Tokens a draft has to read before it can write: with more, a lead would keep the others waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A request that could draft in the coming round."""
+
+    controller: GammaController
+    hand: int
+    """Tokens of the block it holds."""
+    behind: int
+    """Ids its draft has not read yet."""
+
+
+class _Choice(NamedTuple):
+    """Index of a plan: how many requests draft, which lead, which gamma."""
+
+    drafting: int
+    lead: int
+    gamma: int
+
+
+class SharedBudget:
+    """Plans rounds of several requests. Like the controllers, it draws no random numbers and reads no clock."""
+
+    _LEAVE, _RETURN = 1.01, 1.03
+    _SWITCH = 1.01
+    _PROBE_SHARE = 0.01
+    _SAVED_ROUNDS = 2.0
+    _FREE_GAP, _LONGEST_GAP = 6, 256
+    _PATIENCE = 0.3
+    """How much more a request's tokens count for every round in which it did not draft: equals take turns."""
+
+    def __init__(self, policy: Policy, costs: Costs) -> None:
+        self._policy, self._costs = policy, costs
+        leads, gammas, allowed = choices(policy)
+        few_leads, few_gammas = _thinned(leads), _thinned(gammas)
+        self._leads, self._gammas = leads[few_leads], gammas[few_gammas]
+        self._allowed = allowed[np.ix_(few_leads, few_gammas)]
+        self._choice: tuple[float, Plan] | None = None
+        self._plain = False
+        self._idle: dict[GammaController, int] = {}
+        """For how many rounds each request has not drafted."""
+        self._savings = 0.0
+        self._gap = self._wait = 1
+
+    def plan(self, seats: Sequence[Seat], *, rows: int, drafts: int = 1) -> list[Plan]:
+        """A plan for each seat.
+
+        Args:
+            rows: requests of the coming round, those without a seat included.
+            drafts: draft actors the seats are spread over.
+        """
+        if not seats:
+            return []
+        if rows == 1:
+            return [seat.controller.plan() for seat in seats]
+        if not self._allowed.any():
+            return [Plan(0, 0, False, "plain: the configuration leaves nothing to draft") for _ in seats]
+        self._idle = {seat.controller: self._idle.get(seat.controller, 0) + 1 for seat in seats}
+        drafting, shared, gain = self._best(seats, rows, drafts)
+        plain = Plan(0, 0, False, f"plain: drafting {gain:.2f}x of plain decoding, {rows} requests")
+        plans = [plain] * len(seats)
+        if drafting:
+            self._gap = self._wait = 1
+            other = Plan(0, 0, False, f"plain: others' tokens are likelier, {rows} requests")
+            plans = [other] * len(seats)
+            for i in self._ranked(seats)[:drafting]:
+                lead = shared.lead if seats[i].behind <= _FAR_BEHIND else 0
+                plans[i] = Plan(lead, shared.gamma, shared.overlap, "auto")
+        elif (probe := self._probe(rows)) is not None:
+            longest = max(range(len(seats)), key=lambda i: self._idle[seats[i].controller])
+            plans[longest] = probe
+        for seat, plan in zip(seats, plans, strict=True):
+            if plan.gamma or plan.lead:
+                self._idle[seat.controller] = 0
+        return plans
+
+    def _ranked(self, seats: Sequence[Seat]) -> list[int]:
+        """Seats by what a drafted token is worth now: its block counts only if all of the one in hand is accepted."""
+
+        def worth(i: int) -> float:
+            chances, idle = seats[i].controller.acceptance, self._idle[seats[i].controller]
+            reached = chances.head * chances.token ** (1 + seats[i].hand)
+            return -reached * (1.0 + self._PATIENCE * (idle - 1))
+
+        return sorted(range(len(seats)), key=worth)
+
+    def _best(self, seats: Sequence[Seat], rows: int, drafts: int) -> tuple[int, Plan, float]:
+        """How many draft, their plan, and the rate as a multiple of plain decoding's."""
+        chances = sorted(
+            ((s.controller.acceptance.head, s.controller.acceptance.token, s.controller.share) for s in seats),
+            key=lambda chance: -chance[0] * chance[1],
+        )
+        rates = shared_rates(self._leads, self._gammas, self._costs, chances, rows=rows, drafts=drafts)
+        none = rates[0, 0, 0]
+        rates = np.where(self._allowed, rates, 0.0)
+        if not self._policy.fallback:
+            rates[:-1] = 0.0
+        best = _Choice(*(int(i) for i in np.unravel_index(rates.argmax(), rates.shape)))
+        if self._choice is not None:
+            share, plan = self._choice
+            before = _Choice(
+                math.ceil(share * len(seats)),
+                int(np.searchsorted(self._leads, plan.lead)),
+                int(np.searchsorted(self._gammas, plan.gamma)),
+            )
+            if rates[before] * self._SWITCH >= rates[best]:
+                best = before
+        gain = float(rates[best] / none)
+        self._plain = self._policy.fallback and gain < (self._RETURN if self._plain else self._LEAVE)
+        lead, gamma = int(self._leads[best.lead]), int(self._gammas[best.gamma])
+        plan = Plan(lead, gamma, gamma > 0, "auto")
+        if self._plain:
+            self._choice = None
+            return 0, plan, gain
+        self._choice = (best.drafting / len(seats), plan)
+        return best.drafting, plan, gain
+
+    def _probe(self, rows: int) -> Plan | None:
+        """A small block of one request, if one is due and paid for: one for all requests, not for each."""
+        costs = self._costs
+        second = costs.target_seconds(rows)
+        self._savings = min(self._savings + self._PROBE_SHARE * second, self._SAVED_ROUNDS * second)
+        self._wait -= 1
+        if self._wait > 0:
+            return None
+        size = max(2, self._policy.gamma_min)
+        drafting = size * costs.draft_seconds(1)
+        cost = max(0.0, drafting - second) + costs.target_seconds(rows + size - 1) - second
+        if self._policy.overlap is False:
+            plan = Plan(size, 0, False, PROBE)
+            cost += min(drafting, second)
+        else:
+            plan = Plan(0, size, True, PROBE)
+        if cost > self._savings:
+            return None
+        self._savings -= cost
+        self._gap = min(2 * self._gap, self._FREE_GAP if drafting <= second else self._LONGEST_GAP)
+        self._wait = self._gap
+        return plan
+
+
+def shared_rates(
+    leads: Array,
+    gammas: Array,
+    costs: Costs,
+    chances: Sequence[tuple[float, float, float]],
+    *,
+    rows: int,
+    drafts: int = 1,
+) -> Array:
+    """Committed tokens per second of a round if the first s requests draft (lead, gamma) each and all others nothing.
+
+    The chain of one request is that of `core.gamma.tokens_per_second`: it holds a block in a share
+
+        x = v / (1 - w + v),  v = a^lead h,  w = a^m h
+
+    of the rounds and then commits 1 + A(m) of m + 1 tokens, else 1 + A(lead) of lead + 1. Over many requests the
+    sums of both go their steady way, and a round takes
+
+        P(someone leads) lead T_draft(those who lead) + max(T_target(all tokens), D(s gamma)) + overhead.
+
+    Args:
+        chances: (head, token, share of gamma that the best sequence gets) of each request, the worthiest first.
+        rows: requests of a round, those included that cannot draft.
+
+    Returns:
+        `[len(chances) + 1, len(leads), len(gammas)]`; s = 0 is plain decoding whatever the lead and gamma.
+    """
+    head, token, share = (np.array(column)[:, None, None] for column in zip(*chances, strict=True))
+    a = np.clip(token, 1e-6, 1.0 - 1e-9)
+    lead, gamma = leads[None, :, None], gammas[None, None, :]
+    tail = np.maximum(share * gamma - 1.0, 0.0)
+    bet = np.where(gamma > 0, head, 0.0)
+    log = np.log(a)
+    scale = a / (1.0 - a)
+    to_hand, stay = np.exp(lead * log) * bet, np.exp(tail * log) * bet
+    holds = to_hand / np.maximum(1.0 - stay + to_hand, 1e-12)
+    after_lead, after_tail = -scale * np.expm1(lead * log), -scale * np.expm1(tail * log)
+    committed = (1.0 - holds) * after_lead + holds * after_tail
+    tokens = (1.0 - holds) * lead + holds * tail
+    count = np.arange(len(chances) + 1, dtype=np.float64)[:, None, None]
+    mean_share = _summed(share) / np.maximum(count, 1.0)
+    decodes = np.minimum(np.maximum(mean_share * gamma, 1.0), gamma)
+    width = count * gamma / np.maximum(decodes, 1.0) / drafts
+    drafting = decodes * costs.draft_curve(np.maximum(width, 1.0)) * (count > 0)
+    leading = _summed(1.0 - holds) / drafts
+    someone = 1.0 - np.exp(_summed(np.log(np.maximum(holds, 1e-12))))
+    lead_seconds = someone * lead * costs.draft_curve(np.maximum(leading, 1.0))
+    seconds = lead_seconds + np.maximum(costs.target_curve(rows + _summed(tokens)), drafting) + costs.overhead
+    return np.asarray((rows + _summed(committed)) / seconds)
+
+
+def _summed(values: Array) -> Array:
+    """Sums over none, the first, the first two, ... along the first axis."""
+    return np.concatenate([np.zeros((1, *values.shape[1:])), np.cumsum(values, axis=0)])
+
+
+def _thinned(values: Array) -> NDArray[np.int64]:
+    """Indices of all values up to a few, beyond those of about every fourth part."""
+    kept: list[int] = []
+    for i, value in enumerate(values):
+        if value <= _FINE or not kept or value >= 1.25 * values[kept[-1]] or i == len(values) - 1:
+            kept.append(i)
+    return np.array(kept)

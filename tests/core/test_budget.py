@@ -1,0 +1,209 @@
+"""The shared budget against simulated rounds: never worse than plain batched decoding, smooth in the load."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from duo_ray.core.budget import Seat, SharedBudget, shared_rates
+from duo_ray.core.gamma import Acceptance, Costs, GammaController, Policy, tokens_per_second
+from tests.core.loop_simulation import Crowd, World, crowd_rate
+
+RATIOS = (2.0, 7.0, 12.0, 40.0)
+ACCEPTANCES = (0.05, 0.3, 0.65, 0.9, 1.0)
+
+
+def crowd(count: int, ratio: float, token: float, **world: float) -> Crowd:
+    return Crowd(World(ratio=ratio, token=token, noise=0.05, **world), count, seed=0)
+
+
+def gain(crowd: Crowd, rounds: int) -> float:
+    """What the next rounds earn, as a multiple of plain batched decoding."""
+    return crowd_rate([crowd.round() for _ in range(rounds)]) / crowd.plain_rate
+
+
+def drafted(crowd: Crowd, rounds: int = 30) -> float:
+    """Drafted tokens per request and round."""
+    return float(np.mean([crowd.round().drafted for _ in range(rounds)])) / len(crowd.requests)
+
+
+# --- what it earns
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("token", ACCEPTANCES)
+def test_all_together_are_never_slower_than_plain_batched_decoding(count: int, ratio: float, token: float) -> None:
+    """From the first round on: what it costs to find out is in it."""
+    assert gain(crowd(count, ratio, token), 40) >= 0.95
+
+
+@pytest.mark.parametrize(("count", "least"), [(2, 2.0), (4, 1.8), (8, 1.5), (16, 1.25)])
+def test_a_draft_worth_its_time_pays_under_load_too(count: int, least: float) -> None:
+    assert gain(crowd(count, ratio=7, token=0.8), 40) >= least
+
+
+def test_an_overhead_of_every_round_is_no_obstacle() -> None:
+    assert gain(crowd(4, ratio=7, token=0.65, overhead=0.1), 40) >= 1.3
+
+
+def test_the_formula_for_one_request_is_that_of_the_controller() -> None:
+    costs = Costs()
+    for n in (1, 8, 32):
+        costs.observe_target(n, 1.0 + 0.01 * n)
+    costs.observe_draft(1, 0.2)
+    leads, gammas = np.array([0.0, 2.0, 5.0]), np.array([0.0, 2.0, 4.0])  # the target takes longer than the draft
+    [_, rates] = shared_rates(leads, gammas, costs, [(0.6, 0.8, 1.0)], rows=1)
+    alone = tokens_per_second(leads, gammas, costs, token=0.8, head=0.6)
+    # A lead is counted for the share of rounds that begin with one, not in each of them: the same time in the long run.
+    np.testing.assert_allclose(rates, alone, rtol=0.01)
+
+
+def test_nobody_drafting_is_plain_batched_decoding_whatever_the_plan() -> None:
+    costs = Costs()
+    costs.observe_target(8, 2.0)
+    rates = shared_rates(np.array([0.0, 3.0]), np.array([0.0, 4.0]), costs, [(0.5, 0.5, 1.0)] * 4, rows=8)
+    np.testing.assert_allclose(rates[0], 8 / 2.0, rtol=1e-6)
+
+
+# --- load
+
+
+def test_drafting_shrinks_smoothly_with_the_load_and_grows_back() -> None:
+    world = crowd(1, ratio=7, token=0.8)
+    up, down = [], []
+    for count in (1, 2, 4, 8, 16):
+        world.resize(count)
+        world.round()
+        up.append(drafted(world))
+    for count in (16, 8, 4, 2, 1):
+        world.resize(count)
+        world.round()
+        down.append(drafted(world))
+    for amounts in (up, down[::-1]):
+        assert all(fewer <= more + 0.3 for more, fewer in itertools.pairwise(amounts))
+        assert amounts[-1] < 0.5 * amounts[0]
+    assert down[-1] == pytest.approx(up[0], rel=0.25)
+
+
+def test_a_slow_draft_serves_as_many_as_it_can() -> None:
+    world = crowd(8, ratio=2, token=0.8)
+    [world.round() for _ in range(10)]
+    assert 0 < drafted(world) < 0.5
+
+
+# --- who drafts
+
+
+def test_the_request_whose_tokens_are_accepted_drafts() -> None:
+    world = Crowd(World(ratio=3.5, noise=0.05), 4, 0, tokens=[0.1, 0.1, 0.95, 0.1])
+    [world.round() for _ in range(40)]
+    who = np.mean([world.round().who for _ in range(60)], axis=0)
+    assert who[2] > 0.8
+    assert max(who[[0, 1, 3]]) < 0.3
+
+
+def test_equals_take_turns() -> None:
+    world = crowd(8, ratio=2, token=0.8)
+    [world.round() for _ in range(20)]
+    who = np.mean([world.round().who for _ in range(200)], axis=0)
+    assert who.min() > 0
+    assert who.max() < 2.5 * who.min()
+
+
+def test_a_useless_draft_is_probed_for_all_requests_together() -> None:
+    world = crowd(16, ratio=7, token=0.0)
+    [world.round() for _ in range(60)]
+    probing = [sum(world.round().who) for _ in range(120)]
+    assert max(probing) == 1
+    assert 10 <= sum(probing) <= 25
+
+
+def test_drafting_resumes_when_acceptance_recovers() -> None:
+    world = crowd(4, ratio=12, token=0.02)
+    [world.round() for _ in range(80)]
+    for request in world.requests:
+        request.token = 0.95
+    [world.round() for _ in range(80)]
+    world.world = World(ratio=12, token=0.95)
+    assert gain(world, 30) >= 1.5
+
+
+# --- plans
+
+
+def seats(count: int, policy: Policy, costs: Costs, behind: int = 0) -> list[Seat]:
+    return [Seat(GammaController(policy, costs, Acceptance()), 0, behind) for _ in range(count)]
+
+
+def known_costs(ratio: float) -> Costs:
+    costs = Costs()
+    costs.observe_target(1, 1.0)
+    costs.observe_target(8, 1.1)
+    costs.observe_draft(1, 1.0 / ratio)
+    costs.observe_draft(4, 1.9 / ratio)
+    return costs
+
+
+def test_no_seat_is_no_plan() -> None:
+    assert SharedBudget(Policy(), Costs()).plan([], rows=3) == []
+
+
+def test_a_request_alone_is_planned_by_its_controller() -> None:
+    costs = known_costs(7)
+    [plan] = SharedBudget(Policy(), costs).plan(seats(1, Policy(), costs), rows=1)
+    assert plan == GammaController(Policy(), costs, Acceptance()).plan()
+
+
+@pytest.mark.parametrize("policy", [Policy(draft_budget=0), Policy(lead=0, overlap=False)])
+def test_nothing_to_draft_is_plain_decoding(policy: Policy) -> None:
+    costs = known_costs(7)
+    for plan in SharedBudget(policy, costs).plan(seats(2, policy, costs), rows=2):
+        assert (plan.lead, plan.gamma) == (0, 0)
+        assert "configuration" in plan.reason
+
+
+def test_without_fallback_all_draft() -> None:
+    policy, costs = Policy(fallback=False), known_costs(0.5)
+    plans = SharedBudget(policy, costs).plan(seats(6, policy, costs), rows=6)
+    assert all(plan.gamma + plan.lead > 0 for plan in plans)
+
+
+def test_a_fixed_budget_is_all_or_nothing() -> None:
+    policy, costs = Policy(draft_budget=6, lead=0), known_costs(12)
+    plans = SharedBudget(policy, costs).plan(seats(4, policy, costs), rows=4)
+    assert {plan.gamma for plan in plans} <= {0, 6}
+
+
+def test_the_reason_of_plain_decoding_names_the_gain_and_the_load() -> None:
+    policy, costs = Policy(), known_costs(0.5)
+    plans = SharedBudget(policy, costs).plan(seats(4, policy, costs), rows=5)
+    assert any("x of plain decoding, 5 requests" in plan.reason for plan in plans)
+
+
+def test_a_draft_far_behind_is_asked_for_no_lead() -> None:
+    policy, costs = Policy(draft_budget=4, lead=3), known_costs(40)
+    behind = seats(3, policy, costs, behind=100)
+    plans = SharedBudget(policy, costs).plan([*behind, *seats(1, policy, costs)], rows=4)
+    assert [plan.lead for plan in plans] == [0, 0, 0, 3]
+
+
+def test_without_overlap_a_probe_is_a_short_lead() -> None:
+    policy, costs = Policy(overlap=False), known_costs(1)
+    budget = SharedBudget(policy, costs)
+    asking = seats(3, policy, costs)
+    for seat in asking:
+        for _ in range(50):
+            seat.controller.acceptance.observe(1, 0, False)
+    plans = [plan for _ in range(400) for plan in budget.plan(asking, rows=3)]
+    assert {(plan.lead, plan.gamma) for plan in plans} == {(0, 0), (2, 0)}
+
+
+def test_the_same_observations_give_the_same_plans() -> None:
+    runs = []
+    for _ in range(2):
+        world = crowd(5, ratio=7, token=0.7)
+        runs.append([world.round() for _ in range(40)])
+    assert runs[0] == runs[1]
