@@ -206,9 +206,9 @@ class DraftSequence:
 class DraftBlock:
     """What a draft wrote for one job: sequences in order of their chance, best first.
 
-    Heads count as drafted tokens. `token_seconds` holds one (width, seconds) pair for every llama.cpp decode of the
-    block: width sequences advanced by one token each. `prompt_tokens` were new in the context and took
-    `prompt_seconds` before the first drafted token could be sampled.
+    Heads count as drafted tokens. `token_seconds` holds one (width, seconds) pair for every llama.cpp decode the block
+    took part in: width sequences, those of other requests included, advanced by one token each. `prompt_tokens` were
+    new in the context and took `prompt_seconds` before the first drafted token could be sampled.
     """
 
     request_id: str
@@ -244,8 +244,9 @@ class DraftProbs:
 class VerifyJob:
     """Ask the target to judge `block` as the continuation of `context` and to draw the token after it.
 
-    The context holds committed ids only. An empty block is plain decoding (or prefill). With `draw=False` the ids are
-    only run through the model: one chunk of a longer prefill.
+    The context holds committed ids only. An empty block is plain decoding (or prefill). When more than `chunk` ids are
+    missing in the target's cache, one pass runs only so many of them; the verdict then has no token, and the job has to
+    be sent again.
 
     `sequence` and `offset` say which rows of the `DraftProbs` sent beside the job belong to the block: row
     `offset + i` of sequence `sequence` is q of block token i. Without probabilities the block is a deterministic
@@ -255,9 +256,12 @@ class VerifyJob:
     context: Context
     block: Ids
     sampling: SamplingParams
-    draw: bool = True
     sequence: int = 0
     offset: int = 0
+    chunk: int | None = None
+    """None leaves it to the target to run all of them in one call."""
+    reproducible: bool = False
+    """Take over nothing that other requests left in the cache: it was rounded in other passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +278,7 @@ class Verdict:
     """How a verification ended. The emitted ids are `block[:accepted] + (token,)`.
 
     `token` is the correction when `accepted < len(block)`, else a draw from the distribution after the block, which
-    decides the bets of the next block; None when the job did not ask for a draw.
+    decides the bets of the next block; None when the prefill is not finished.
     """
 
     request_id: str
@@ -282,6 +286,8 @@ class Verdict:
     token: int | None
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One entry per emitted id when the request asked for them."""
+    cached: int = 0
+    """Ids of the context taken over in this pass from what other requests left in the cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,10 @@ def decode(
             lead = decoding.lead_job()
             if lead is not None and draft is not None:
                 decoding.hold(*draft.draft([lead])[0])
-            for prefill in decoding.prefill_jobs(chunk):
-                target.verify([prefill], [None])
-            verify, probs = decoding.verify_job(), decoding.hand_probs
-            job = decoding.draft_job()
-            (verdict,) = target.verify([verify], [probs]).verdicts
+            probs, job = decoding.hand_probs, decoding.draft_job()
+            verdict = target.verify([decoding.verify_job(chunk)], [probs]).verdicts[0]
+            while not decoding.prefilled(verdict):
+                verdict = target.verify([decoding.verify_job(chunk)], [probs]).verdicts[0]
             yield from decoding.commit(verdict)
             if job is not None and draft is not None:
                 decoding.offer(*draft.draft([job])[0])

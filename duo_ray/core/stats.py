@@ -14,6 +14,9 @@ class RequestStats:
     """Counters of one request, filled in as its steps happen. Times are seconds until `as_dict` shows milliseconds."""
 
     started: float
+    """When the request came, seconds since the epoch."""
+    queued_s: float = 0.0
+    """How long it waited for a slot."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     proposed_per_position: list[int] = field(default_factory=list)
@@ -26,6 +29,9 @@ class RequestStats:
     """What the controller last said of drafting when it gave it up."""
     target_steps: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens the target found in its cache."""
+    draft_cached_tokens: int = 0
     completion_tokens: int = 0
     draft_losses: int = 0
     """How often the draft died or failed under this request."""
@@ -55,9 +61,12 @@ class RequestStats:
         """A draft block came back."""
         self.draft_tokens += block.drafted
         self.sequences_history.append(len(block.sequences))
-        self.drafted_seconds += sum(seconds for _, seconds in block.token_seconds)
+        # A decode belongs to all sequences it advances, other requests' too. Its last token is not decoded.
+        decoded = sum(width for width, _ in block.token_seconds)
+        share = min(1.0, max(1, block.drafted - len(block.sequences)) / decoded) if decoded else 1.0
+        self.drafted_seconds += share * sum(seconds for _, seconds in block.token_seconds)
         if block.prompt_tokens <= 2:  # the decode behind the first token; a prompt pass is not the cost of a token
-            self.drafted_seconds += block.prompt_seconds
+            self.drafted_seconds += share * block.prompt_seconds
 
     def timed(self, wall: Span, target: Span, lead_seconds: float, overlapped_seconds: float) -> float:
         """One decode step: its wall time, the target's pass, drafting before it (a lead) and beside it.
@@ -84,6 +93,8 @@ class RequestStats:
         decoded = self.completion_tokens - 1
         return {
             "target_steps": self.target_steps,
+            "cached_tokens": self.cached_tokens,
+            "draft_cached_tokens": self.draft_cached_tokens,
             "draft_tokens": self.draft_tokens,
             "accepted_tokens": self.accepted_tokens,
             "wasted_tokens": self.wasted_tokens,
@@ -100,6 +111,7 @@ class RequestStats:
             "target_losses": self.target_losses,
             "t_target_ms": _ms(statistics.median(self._target_seconds)) if self._target_seconds else 0.0,
             "t_draft_ms": _ms(self.drafted_seconds / self.draft_tokens) if self.draft_tokens else 0.0,
+            "queued_ms": _ms(self.queued_s),
             "ttft_ms": _ms(first - self.started),
             "decode_ms": _ms(ended - first),
             "tokens_per_s": round(decoded / (ended - first), 2) if decoded > 0 and ended > first else 0.0,

@@ -5,8 +5,9 @@
     decoding.plan()                         # how much to draft
     lead = decoding.lead_job()              # with no block in hand: draft first ...
     decoding.hold(block, probs)             # ... and hold what came back
-    verify = decoding.verify_job()          # the target judges the block in hand ...
+    verify = decoding.verify_job(chunk)     # the target judges the block in hand ...
     draft = decoding.draft_job()            # ... while the draft writes the next one, betting on how that ends
+    decoding.prefilled(verdict)             # a long prompt takes several passes: if not, ask again
     tokens = decoding.commit(verdict)       # the kept tokens, or those and a correction
     decoding.offer(block, probs)            # the next block: in hand from now on, if it won its bet
     tokens += decoding.settle()             # the token drawn after a fully kept block; the controller learns
@@ -14,10 +15,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from duo_ray.core.budget import Seat
 from duo_ray.core.gamma import PROBE, GammaController, Plan
 from duo_ray.core.request import Detokenizer, Generation
 from duo_ray.core.stats import RequestStats
@@ -122,29 +123,48 @@ class Decoding(Generic[Probs]):
 
     # --- asking
 
-    def plan(self, *, without_draft: str | None = None) -> Plan:
-        """Begin a step: how much to draft, or why not to. `without_draft` says why none can be asked."""
+    def plan(self, *, without_draft: str | None = None, shared: Plan | None = None) -> Plan:
+        """Begin a step: how much to draft, or why not to.
+
+        Args:
+            without_draft: why no draft can be asked.
+            shared: what was decided together with other requests; None: the request decides for itself.
+        """
         self._step += 1
         # A pass commits one token more than its block keeps: beyond that nothing is worth verifying.
         self._hand = replace(self._hand, ids=self._hand.ids[: self.generation.remaining - 1])
-        self._plan = plan = self._bounded_plan(without_draft)
+        self._plan = plan = self._bounded_plan(without_draft, shared)
         if plan.gamma == 0 and plan.lead == 0:
             kind, _, detail = plan.reason.partition(": ")
             self.stats.reasons[kind] += 1
             self.stats.last_reason = detail or self.stats.last_reason
         return plan
 
-    def _bounded_plan(self, without_draft: str | None) -> Plan:
+    def may_draft(self, without_draft: str | None) -> bool:
+        """Whether this step could draft; `without_draft` says why none can be asked."""
+        return self._obstacle(without_draft) is None
+
+    def _obstacle(self, without_draft: str | None) -> str | None:
         if self._draft_context is None:
-            return Plan(0, 0, False, "no draft")
+            return "no draft"
         if without_draft is not None:
-            return Plan(0, 0, False, without_draft)
+            return without_draft
         if self._sent is not None:
-            return Plan(0, 0, False, "draft is late")
+            return "draft is late"
+        if not self.generation.token_ids and not self._prefetch:
+            return "prefetch is off"
+        return None
+
+    def seat(self) -> Seat:
+        """What `core.budget` has to know of this request."""
+        return Seat(self.controller, len(self._hand.ids), len(self.generation.log) - self._draft_agreed)
+
+    def _bounded_plan(self, without_draft: str | None, shared: Plan | None) -> Plan:
+        obstacle = self._obstacle(without_draft)
+        if obstacle is not None or self._draft_context is None:
+            return Plan(0, 0, False, obstacle or "no draft")
         first = not self.generation.token_ids
-        if first and not self._prefetch:
-            return Plan(0, 0, False, "prefetch is off")
-        plan = self.controller.plan()
+        plan = self.controller.plan() if shared is None else shared
         # The first token never waits for the draft's prompt pass.
         lead = 0 if first or self._hand.ids else min(plan.lead, self.generation.remaining - 1)
         held = len(self._hand.ids) + max(0, lead)
@@ -154,18 +174,22 @@ class Decoding(Generic[Probs]):
             return Plan(0, 0, False, f"the draft's context of {self._draft_context} tokens is full")
         return Plan(max(0, lead), max(0, gamma), plan.overlap, plan.reason)
 
-    def prefill_jobs(self, chunk: int) -> Iterator[VerifyJob]:
-        """Chunks of ids the target does not hold yet, except the last, which `verify_job` carries."""
-        while len(self.generation.log) - self._target_agreed > chunk:
-            end = self._target_agreed + chunk
-            yield VerifyJob(self._context(self._target_agreed, end=end), (), self.request.sampling, draw=False)
-            self._target_agreed = end
+    def verify_job(self, chunk: int) -> VerifyJob:
+        """The block in hand, for the target to judge; an empty one is plain decoding.
 
-    def verify_job(self) -> VerifyJob:
-        """The block in hand, for the target to judge; an empty one is plain decoding."""
+        `chunk`: how many ids of a prompt the target may run in this pass; see `prefilled`.
+        """
         hand = self._hand
         context = self._context(self._target_agreed)
-        return VerifyJob(context, hand.ids, self.request.sampling, sequence=hand.sequence, offset=hand.offset)
+        return VerifyJob(
+            context,
+            hand.ids,
+            self.request.sampling,
+            sequence=hand.sequence,
+            offset=hand.offset,
+            chunk=chunk,
+            reproducible=self.request.reproducible,
+        )
 
     @property
     def hand_probs(self) -> Probs | None:
@@ -204,6 +228,13 @@ class Decoding(Generic[Probs]):
 
     # --- answers
 
+    def prefilled(self, verdict: Verdict) -> bool:
+        """Note what the target holds now. False: its prefill is not finished, ask again with `verify_job`."""
+        self._target_agreed = len(self.generation.log)
+        if not self.generation.token_ids:
+            self.stats.cached_tokens += verdict.cached
+        return verdict.token is not None
+
     def target_lost(self) -> None:
         """The target does not hold this request any more: send all its ids again."""
         self._target_agreed = 0
@@ -220,6 +251,11 @@ class Decoding(Generic[Probs]):
         self._hand = _Hand()
 
     @property
+    def leads(self) -> bool:
+        """Whether this step begins with a lead."""
+        return self._plan.lead > 0
+
+    @property
     def probing(self) -> bool:
         """Whether this step's block only tells how good the draft is: it is not worth waiting for."""
         return self._plan.reason == PROBE
@@ -233,10 +269,10 @@ class Decoding(Generic[Probs]):
         """Take the verdict on the block in hand: commit what was kept and, after a rejection, the correction."""
         ids, self._hand = self._hand.ids, _Hand()
         self._ending = ending = _Ending(len(ids), verdict.accepted, verdict)
-        self._target_agreed = len(self.generation.log)
+        before = len(self.generation.log)
         tokens = self._commit(ids[: verdict.accepted], Origin.ACCEPTED, verdict.logprobs)
         # An event inside the block ends the request there: what was verified after it does not count.
-        kept = len(self.generation.log) - self._target_agreed
+        kept = len(self.generation.log) - before
         self.stats.verified(len(ids), kept)
         if verdict.accepted < len(ids):
             tokens += self._commit_drawn(ending, Origin.CORRECTION)
@@ -292,6 +328,8 @@ class Decoding(Generic[Probs]):
         if self._sent is None:
             raise DuoRayError(f"a draft block for {block.request_id} came back that was not asked for")
         sent, self._sent = self._sent, None
+        if self._draft_agreed == 0 and not self.stats.draft_tokens:
+            self.stats.draft_cached_tokens = min(block.length - block.prompt_tokens, self.stats.prompt_tokens)
         self._draft_agreed = sent.base
         self.stats.drafted(block)
         return sent

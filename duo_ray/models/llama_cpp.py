@@ -322,10 +322,22 @@ class LlamaCppDraft:
             ll.llama_memory_clear(self._memory, False)  # cells are given out from the first one again
 
     def _choose_idle(self, ids: Ids) -> Slot:
-        """The idle slot whose ids go furthest with these; without a prefix worth keeping, the one idle longest."""
+        """The idle slot whose ids go furthest with these; without a prefix worth keeping, the one idle longest.
+
+        When a request in work shares more, its cells are shared.
+        """
         shared = [common_prefix(slot.log.ids, list(ids)) for slot in self._idle]
         longest = max(shared)
-        return self._idle.pop(shared.index(longest) if longest >= _WORTH_KEEPING else 0)
+        slot = self._idle.pop(shared.index(longest) if longest >= _WORTH_KEEPING else 0)
+        others = list(self._held.values())
+        lengths = [common_prefix(other.log.ids, list(ids)) for other in others]
+        most = max(lengths, default=0)
+        if most >= longest + _WORTH_KEEPING:
+            source, [kept] = others[lengths.index(most)].sequences[0], slot.sequences
+            self._crop(kept, 0)
+            ll.llama_memory_seq_cp(self._memory, source.seq_id, kept.seq_id, 0, most)
+            slot.log = IdLog(ids[:most])
+        return slot
 
     def _begin(self, job: DraftJob, slot: Slot) -> Draft:
         """Keep the sequence that shares most with the job's context, cropped to what it shares."""
@@ -380,7 +392,6 @@ class LlamaCppDraft:
     def _advance(self, drafts: Sequence[Draft]) -> None:
         """One decode: every live sequence of every job goes one token further."""
         started = time.perf_counter()
-        width = [len(draft.pending) for draft in drafts]
         rows = [
             _BatchRow(branch.ids[-1], draft.length + len(branch.ids) - 1, branch.sequence.seq_id, True)
             for draft in drafts
@@ -393,8 +404,8 @@ class LlamaCppDraft:
                 branch.sequence.tail.append(branch.ids[-1])
             draft.resume([next(logits) for _ in draft.pending])
         seconds = time.perf_counter() - started
-        for draft, w in zip(drafts, width, strict=True):
-            draft.token_seconds.append((w, seconds))
+        for draft in drafts:
+            draft.token_seconds.append((len(rows), seconds))
 
     def _decode(self, rows: Sequence[_BatchRow]) -> None:
         batch = self._batch

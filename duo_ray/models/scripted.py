@@ -88,18 +88,24 @@ class ScriptedTarget:
         self.vocab_size, self.max_context, self.slots = vocab_size, max_context, slots
         self._table = table
         self._held = _Held(max_context)
+        self._filled: dict[str, int] = {}
 
     def verify(self, jobs: Sequence[VerifyJob], probs: Sequence[DraftProbs | None]) -> TargetReply:
         started = time.time()
+        held = self._held.logs.keys() | {job.context.request_id for job in jobs}
+        if len(held) > self.slots:
+            raise ContextOverflow(f"{len(held)} requests at once; the target holds {self.slots}")
         logs = self._held.receive([job.context for job in jobs], [len(job.block) for job in jobs])
         verdicts = tuple(self._judge(job, log.ids, q) for job, log, q in zip(jobs, logs, probs, strict=True))
         tokens = sum(len(job.block) + 1 for job in jobs)
         return TargetReply(verdicts, Span(started, time.time()), tokens)
 
     def _judge(self, job: VerifyJob, held: list[int], probs: DraftProbs | None) -> Verdict:
-        if not job.draw:
-            return Verdict(job.context.request_id, 0, None)
-        params, length = job.sampling, len(held)
+        params, length, request_id = job.sampling, len(held), job.context.request_id
+        filled = min(self._filled.get(request_id, 0), length)
+        self._filled[request_id] = length if job.chunk is None else min(length, filled + job.chunk)
+        if self._filled[request_id] < length:
+            return Verdict(request_id, 0, None)
 
         def logits(i: int) -> Floats:
             ids = (*held, *job.block[:i])
@@ -124,15 +130,21 @@ class ScriptedTarget:
             self._logprobs((*held, *emitted[:i]), emitted[i], params.logprobs)
             for i in range(len(emitted) if params.logprobs else 0)
         )
-        return Verdict(job.context.request_id, accepted, token, logprobs)
+        return Verdict(request_id, accepted, token, logprobs)
 
     def _logprobs(self, ids: Ids, token: int, count: int) -> TokenLogprobs:
         log_p = np.log(distribution(self._table(ids), SamplingParams(temperature=1.0)))
         top = most_probable(log_p, count)
         return TokenLogprobs(float(log_p[token]), tuple((int(i), float(log_p[i])) for i in top))
 
+    @property
+    def held(self) -> set[str]:
+        """Requests that hold a slot."""
+        return set(self._held.logs)
+
     def release(self, request_id: str) -> None:
         self._held.release(request_id)
+        self._filled.pop(request_id, None)
 
 
 def _rows(probs: DraftProbs, job: VerifyJob) -> list[Row]:
@@ -203,6 +215,11 @@ class ScriptedDraft:
         logits = self._table(ids)
         check_finite(logits)
         return np.asarray(penalise(logits, ids, job.context.prompt_length, job.sampling), dtype=np.float64)
+
+    @property
+    def held(self) -> set[str]:
+        """Requests whose ids it holds."""
+        return set(self._held.logs)
 
     def release(self, request_id: str) -> None:
         self._held.release(request_id)

@@ -1,8 +1,10 @@
 """Many requests in one preallocated KV buffer, for unmodified Hugging Face causal LMs.
 
 Each request owns one slot (a row of the buffer) and uses as many of its columns as it has tokens. The mask alone says
-which columns count, so cropping a request is forgetting a number, exact at any depth, sliding windows included. One
-padded forward runs different numbers of tokens for any number of slots.
+which columns count, so cropping a request is forgetting a number, exact at any depth, sliding windows included.
+
+One forward runs different numbers of tokens for any number of slots. Normally all tokens lie in one row behind each
+other, so that nothing is padded but attention (`_Rows`); CUDA graphs and a model's own attention want a padded batch.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import mmap
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,8 @@ KV_CACHE_ATTENTION = "duo_ray_kv_cache_attention"
 """FlashAttention 2 over the slots. (A name with "flash" in it gets other treatment from transformers as well.)"""
 
 _KEY_BUCKET = 64  # columns read back are a multiple of this: aligned masks, few distinct shapes
+_GROUP_COST = 1024  # what one more attention call costs, in pairs of a query and a key
+_WIDE = 32  # of a padded batch, rows longer than this are run apart: padding short ones that far costs more than a pass
 _MAX_GRAPHS = 64
 _MAX_GRAPH_WIDTH = 64  # wider passes are bound by arithmetic, not by kernel launches
 
@@ -82,8 +86,8 @@ class SlotCache(Cache):
         self._slot_layers = [_SlotLayer(self) for _ in range(layers)]
         super().__init__(layers=[*self._slot_layers])
 
-    def plan(self, inputs: PassInputs, shape: PassShape) -> None:
-        """Say what the next forward writes and reads."""
+    def plan(self, inputs: PassInputs, shape: PassShape | None) -> None:
+        """Say what the next forward writes and reads; without a shape attention gets the whole buffers."""
         self._inputs, self._shape = inputs, shape
         self._moved: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -94,13 +98,20 @@ class SlotCache(Cache):
         return self._moved[device]
 
     def read(self, buffer: Tensor) -> Tensor:
-        """The rows of this pass, `[rows, heads, keys, head_dim]`: a view for consecutive slots, else a copy."""
+        """The rows of a padded pass, `[rows, heads, keys, head_dim]`: a view for consecutive slots, else a copy."""
+        if self._shape is None:
+            return buffer
         first, rows, keys = self._shape.first, self._shape.rows, self._shape.keys
         if self._whole:
             return buffer[:, :, :keys]
         if first is not None:
             return buffer[first : first + rows, :, :keys]
         return buffer[self.destination(buffer.device)[0][:, 0], :, :keys]
+
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """Copy the first `length` columns of one slot to another."""
+        for buffer in self._buffers():
+            buffer[slot, :, :length] = buffer[source, :, :length]
 
     def clear(self, slot: int) -> None:
         """Zero a slot: NaN left behind by a broken pass would poison later ones even where it is masked."""
@@ -185,6 +196,98 @@ def attention_masks(positions: Tensor, keys: int, windows: Windows, dtype: torch
     return masks.get("", masks)
 
 
+class _Group(NamedTuple):
+    """Consecutive slots whose attention is one call, padded to the longest of them."""
+
+    first: int
+    rows: int
+    width: int
+    keys: int
+    begin: int
+    """Where its tokens begin among those of the pass, and where they end."""
+    end: int
+    gather: Tensor | None
+    """`[rows * width]`: the token in each place, padding repeats a row's last; None: no padding."""
+    scatter: Tensor | None
+    """`[end - begin]`: the place of each token."""
+
+
+class _Rows:
+    """A pass whose tokens lie in one row: which of them belong together, and what they may see.
+
+    The layers see `[1, tokens, ...]`; only attention is done row by row, in groups of neighbouring slots of similar
+    length, so that K and V are read where they are.
+    """
+
+    def __init__(
+        self, segments: Sequence[Segment], columns: int, windows: Windows, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.groups: list[_Group] = []
+        begin, start = 0, 0
+        for end in range(1, len(segments) + 1):
+            if end == len(segments) or not _alike(segments[begin : end + 1]):
+                group = _group(segments[begin:end], start, columns, device)
+                self.groups.append(group)
+                begin, start = end, group.end
+        positions = [_positions(segments, group).to(device) for group in self.groups]
+        kinds = {
+            kind: [attention_masks(p, g.keys, {"": window}, dtype) for p, g in zip(positions, self.groups, strict=True)]
+            for kind, window in windows.items()
+        }
+        markers = {kind: masks[0] for kind, masks in kinds.items()}
+        self.marker: Any = markers.get("", markers)
+        """What the model hands to each of its layers as the mask: tells which kind of layer it is."""
+        self._masks: dict[int, list[Any]] = {id(masks[0]): masks for masks in kinds.values()}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, marker: Tensor, scaling: float | None) -> Tensor:
+        """Query `[1, h, tokens, d]`, whole K and V buffers -> `[1, tokens, h, d]`."""
+        parts = []
+        for group, mask in zip(self.groups, self._masks[id(marker)], strict=True):
+            first, rows, width, keys, begin, end, gather, scatter = group
+            q = query[0, :, begin:end] if gather is None else query[0, :, gather]
+            q = q.reshape(len(q), rows, width, -1).transpose(0, 1)
+            k, v = key[first : first + rows, :, :keys], value[first : first + rows, :, :keys]
+            out = _folded(q, k, v, mask, scaling).flatten(0, 1)
+            parts.append(out if scatter is None else out[scatter])
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+
+
+def _alike(segments: Sequence[Segment]) -> bool:
+    """Whether the last segment may join the ones before: the next slot, and padding costs less than a call."""
+    if segments[-1].slot != segments[-2].slot + 1:
+        return False
+    lengths = [len(s.ids) for s in segments]
+    ends = [s.start + n for s, n in zip(segments, lengths, strict=True)]
+    return len(segments) * max(lengths) * max(ends) <= _GROUP_COST + 2 * sum(
+        n * end for n, end in zip(lengths, ends, strict=True)
+    )
+
+
+def _group(segments: Sequence[Segment], start: int, columns: int, device: torch.device) -> _Group:
+    lengths = [len(s.ids) for s in segments]
+    rows, width, count = len(segments), max(lengths), sum(lengths)
+    longest = max(s.start + len(s.ids) for s in segments)
+    keys = min(-(-longest // _KEY_BUCKET) * _KEY_BUCKET, columns)
+    gather = scatter = None
+    if count < rows * width:
+        places: list[int] = []
+        tokens: list[int] = []
+        token = start
+        for row, length in enumerate(lengths):
+            tokens += [*range(token, token + length), *[token + length - 1] * (width - length)]
+            places += range(row * width, row * width + length)
+            token += length
+        gather, scatter = torch.tensor(tokens, device=device), torch.tensor(places, device=device)
+    return _Group(segments[0].slot, rows, width, keys, start, start + count, gather, scatter)
+
+
+def _positions(segments: Sequence[Segment], group: _Group) -> Tensor:
+    """Positions `[rows, width]` of a group's tokens; padding repeats the last of a row."""
+    mine = [s for s in segments if group.first <= s.slot < group.first + group.rows]
+    last = torch.tensor([[s.start + len(s.ids) - 1] for s in mine])
+    return torch.minimum(torch.tensor([[s.start] for s in mine]) + torch.arange(group.width), last)
+
+
 def folded_sdpa(
     module: nn.Module,  # noqa: ARG001
     query: Tensor,
@@ -193,24 +296,35 @@ def folded_sdpa(
     attention_mask: Tensor,
     dropout: float = 0.0,  # noqa: ARG001
     scaling: float | None = None,
+    slot_rows: _Rows | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Scaled dot-product attention without a copy of K and V for grouped query heads.
+    """Scaled dot-product attention over slots, without a copy of K and V for grouped query heads.
 
-    The g query heads that share a KV head become g times as many queries: `[B, h, n, d]` -> `[B, h/g, g*n, d]`. With an
-    explicit mask, transformers' own sdpa repeats K and V g times instead.
+    `slot_rows` comes through the model's keyword arguments; without it the batch is a padded one.
     """
     for name in ("softcap", "position_bias", "s_aux"):
         if extra.get(name) is not None:
             raise RuntimeError(f"sdpa has no {name}: load the model with attn_implementation='eager'")
+    if slot_rows is not None:
+        return slot_rows.attend(query, key, value, attention_mask, scaling), None
+    return _folded(query, key, value, attention_mask, scaling), None
+
+
+def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Query `[B, h, n, d]`, K and V `[B, h/g, L, d]`, mask `[B, 1, n, L]` -> `[B, n, h, d]`.
+
+    The g query heads that share a KV head become g times as many queries: `[B, h, n, d]` -> `[B, h/g, g*n, d]`. With an
+    explicit mask, transformers' own sdpa repeats K and V g times instead.
+    """
     batch, heads, width, dim = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
-    mask = attention_mask if group == 1 or width == 1 else attention_mask.repeat(1, 1, group, 1)
+    mask = mask if group == 1 or width == 1 else mask.repeat(1, 1, group, 1)
     out = nn.functional.scaled_dot_product_attention(
         query.reshape(batch, kv_heads, group * width, dim), key, value, attn_mask=mask, scale=scaling
     )
-    return out.reshape(batch, heads, width, value.shape[-1]).transpose(1, 2).contiguous(), None
+    return out.reshape(batch, heads, width, value.shape[-1]).transpose(1, 2).contiguous()
 
 
 def row_lengths(inputs: PassInputs, windows: Windows) -> Tensor | dict[str, Tensor]:
@@ -289,15 +403,60 @@ class SlotRunner:
         columns = -(-(max_context + 1) // _KEY_BUCKET) * _KEY_BUCKET
         self._trash = columns - 1  # never a real token's: there is at least one column more than any request can use
         self.cache = SlotCache(config.num_hidden_layers, slots, columns, whole=not self._masked)
+        one_device = len({parameter.device for parameter in model.parameters()}) == 1
+        self._ragged = config._attn_implementation == FOLDED_SDPA and one_device and not graphs
         self._captured: OrderedDict[PassShape, _Graph] = OrderedDict()
         self._pool: Any = None  # memory shared by all graphs: only the latest replay's logits are ever read
 
     def forward(self, segments: Sequence[Segment]) -> Tensor:
-        """Logits `[len(segments), k, V]`, k = max keep (rounded up with graphs); segment i's are `[i, :keep]`.
+        """Logits `[sum of keep, V]` of all segments, one after the other; valid until the next forward.
 
-        They are valid until the next forward. Segments must be sorted by slot, one per slot.
+        Segments must be sorted by slot, one per slot.
         """
-        return self.run(*self.prepare(segments))
+        if self._ragged:
+            return self._one_row(segments)
+        narrow = [s for s in segments if len(s.ids) <= _WIDE]
+        wide = [s for s in segments if len(s.ids) > _WIDE]
+        if not (narrow and wide):
+            return self._padded(segments)
+        # A replayed graph's logits last until the next one.
+        parts: dict[int, Tensor] = {}
+        for group, logits in ((narrow, self._padded(narrow).clone()), (wide, self._padded(wide))):
+            ends = accumulate(s.keep for s in group)
+            parts |= {s.slot: logits[end - s.keep : end] for s, end in zip(group, ends, strict=True)}
+        return torch.cat([parts[s.slot] for s in segments])
+
+    def _one_row(self, segments: Sequence[Segment]) -> Tensor:
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        kept: list[int] = []
+        for slot, start, tokens, wanted in segments:
+            ids += tokens
+            positions += range(start, start + len(tokens))
+            slots += [slot] * len(tokens)
+            kept += range(len(ids) - wanted, len(ids))
+        # A pass without any wanted logits computes one row of them all the same.
+        place, keep = (torch.tensor([part], device=self._device) for part in (positions, kept or [0]))
+        on_slots, inputs = (torch.tensor([part], device=self._device) for part in (slots, ids))
+        rows = _Rows(segments, self.cache.columns, self._windows, self._model.dtype, self._device)
+        self.cache.plan(PassInputs(inputs, place, place, keep, on_slots), None)
+        logits: Tensor = self._model(
+            input_ids=inputs,
+            position_ids=place,
+            attention_mask=rows.marker,
+            cache=self.cache,
+            use_cache=True,
+            logits_to_keep=keep[0],
+            slot_rows=rows,
+        ).logits
+        return logits[0, : len(kept)]
+
+    def _padded(self, segments: Sequence[Segment]) -> Tensor:
+        logits = self.run(*self.prepare(segments))
+        if all(s.keep == logits.shape[1] for s in segments):
+            return logits.flatten(0, 1)
+        return torch.cat([row[: s.keep] for row, s in zip(logits, segments, strict=True)])
 
     def prepare(self, segments: Sequence[Segment]) -> tuple[Tensor, PassShape]:
         """Lay the segments out as one flat int64 tensor (see `PassInputs`) and the shape that goes with it."""

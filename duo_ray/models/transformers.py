@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,8 +32,9 @@ from duo_ray.types import (
 )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WORTH_COPYING = 8  # ids: running fewer costs no more than copying their K and V
+_WORTH_WAITING = 64  # ids: running fewer costs no more than the pass that a request waits for another to run them
 _DEFAULT_CONTEXT = 4096  # tokens per slot, unless the model allows fewer or the user asks for another number
-_WIDE = 32  # segments longer than this get a pass of their own: padding short ones that far costs more than a pass
 _WARM_UP_WIDTHS = (1, 2, 4, 8, 16, 32)
 _WARM_UP_CONTEXT = 64
 
@@ -51,6 +52,8 @@ class _Slot:
     """Committed ids, as the sender described them."""
     cached: list[int] = field(default_factory=list)
     """Ids whose K and V the row holds: rejected ones too, until the next call asks for others in their place."""
+    taken_over: int = 0
+    """How many of them come from other requests, until the next verdict says so."""
 
 
 @dataclass(slots=True)
@@ -61,11 +64,19 @@ class _Work:
     q: list[Row] | None
     slot: _Slot
     pending: list[int]
+    cached: int
+    """Ids taken over from other requests."""
+    now: int
+    """How many of the pending ids this call runs; fewer than all of them: no verdict yet."""
 
     @property
     def tail(self) -> int:
         """How many of the last pending ids must share one pass: the block and the id before it."""
-        return len(self.job.block) + 1 if self.job.draw else 0
+        return len(self.job.block) + 1
+
+    @property
+    def whole(self) -> bool:
+        return self.now == len(self.pending)
 
 
 class TransformersTarget:
@@ -133,7 +144,8 @@ class TransformersTarget:
         graphs = cuda_graphs and one_device and self._device.type == "cuda"
         self._runner = SlotRunner(model, slots=slots, max_context=max_context, graphs=graphs)
         self._held: dict[str, _Slot] = {}
-        self._free = list(range(slots))
+        self._idle = [_Slot(number) for number in range(slots)]
+        """Free slots with what they still hold, idle longest first."""
         try:
             trial.check(self._runner, neighbour=slots > 1)
         except (torch.OutOfMemoryError, MemoryError, OSError) as error:
@@ -213,26 +225,29 @@ class TransformersTarget:
         """
         started = time.time()
         work = self._admit(jobs, probs)
-        tokens = sum(len(w.pending) for w in work)
+        tokens = sum(w.now for w in work)
         self._prefill(work)
-        verdicts: dict[str, Verdict] = {}
-        for wide in (False, True):
-            group = sorted(
-                (w for w in work if w.pending and (len(w.pending) > _WIDE) == wide), key=lambda w: w.slot.number
-            )
-            if group:
-                verdicts |= self._judge(group, self._run([(w, len(w.pending), w.tail) for w in group]))
+        last = sorted((w for w in work if w.now), key=lambda w: w.slot.number)
+        whole = [w for w in last if w.whole]
+        verdicts = {}
+        if last:
+            verdicts = self._judge(whole, self._run([(w, w.now, w.tail if w.whole else 0) for w in last]))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        done = tuple(verdicts.get(j.context.request_id, Verdict(j.context.request_id, 0, None)) for j in jobs)
-        return TargetReply(done, Span(started, time.time()), tokens)
+        done = [verdicts.get(w.job.context.request_id, Verdict(w.job.context.request_id, 0, None)) for w in work]
+        done = [
+            replace(verdict, cached=w.cached) if w.cached else verdict for verdict, w in zip(done, work, strict=True)
+        ]
+        return TargetReply(tuple(done), Span(started, time.time()), tokens)
 
     def release(self, request_id: str) -> None:
-        """Free the request's slot; unknown ids are ignored."""
+        """Free the request's slot; unknown ids are ignored.
+
+        What it holds stays until another request takes the slot: one that begins alike runs only what is new.
+        """
         slot = self._held.pop(request_id, None)
         if slot is not None:
-            self._free.append(slot.number)
-            self._free.sort()  # lowest first: neighbouring slots are read without a copy
+            self._idle.append(slot)
 
     @torch.inference_mode()
     def warm_up(self, steps: int = 3) -> list[tuple[int, float]]:
@@ -241,12 +256,12 @@ class TransformersTarget:
         Raises:
             ContextOverflow: every slot is in use.
         """
-        if not self._free:
+        if not self._idle:
             raise ContextOverflow(f"all {self.slots} slots are in use: warm up before taking requests")
         context = min(_WARM_UP_CONTEXT, self.max_context // 2)
         timings = []
         for n in (n for n in _WARM_UP_WIDTHS if context + n <= self.max_context):
-            segment = Segment(self._free[0], context, [i % self.vocab_size for i in range(n)], n)
+            segment = Segment(self._idle[0].number, context, [i % self.vocab_size for i in range(n)], n)
             seconds = [self._timed(segment) for _ in range(steps + 1)]
             timings.append((n, median(seconds[1:])))
         return timings
@@ -268,19 +283,20 @@ class TransformersTarget:
             if not log.receive(job.context):
                 unknown.append(request_id)
             elif request_id not in self._held:
-                new.append((request_id, log))
+                new.append((job, log))
         if unknown:
             raise UnknownPrefix(unknown)
         if len({job.context.request_id for job in jobs}) < len(jobs):
             raise ValueError("two jobs of one request in one pass: send them one after the other")
-        if len(new) > len(self._free):
+        if len(new) > len(self._idle):
             raise ContextOverflow(
-                f"{len(new)} new requests, but only {len(self._free)} of {self.slots} slots are free: "
+                f"{len(new)} new requests, but only {len(self._idle)} of {self.slots} slots are free: "
                 "release requests that ended, or load the target with more slots"
             )
-        for request_id, log in new:
-            self._held[request_id] = _Slot(self._free.pop(0), log)
-        return [self._work(job, q) for job, q in zip(jobs, probs, strict=True)]
+        quoted = [self._rows_of_q(job, q) for job, q in zip(jobs, probs, strict=True)]
+        for job, log in new:
+            self._held[job.context.request_id] = self._take(job, log)
+        return self._plan(jobs, quoted)
 
     def _check(self, job: VerifyJob) -> None:
         context, block = job.context, job.block
@@ -289,21 +305,67 @@ class TransformersTarget:
             raise ContextOverflow(
                 f"{request}: {context.length} ids and a block of {len(block)} exceed max_context={self.max_context}"
             )
-        if job.draw and not context.length:
+        if not context.length:
             raise ValueError(f"{request}: no ids to draw from: give at least one")
-        if block and not job.draw:
-            raise ValueError(f"{request}: a job with draw=False takes no block, got {len(block)} tokens")
+        if job.chunk is not None and job.chunk < 1:
+            raise ValueError(f"{request}: chunk={job.chunk} must be at least 1")
         for token in (*context.ids, *block):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"{request}: id {token} is outside the vocabulary of {self.vocab_size}")
 
-    def _work(self, job: VerifyJob, probs: DraftProbs | None) -> _Work:
-        slot = self._held[job.context.request_id]
-        held = common_prefix(slot.cached, slot.log.ids)
-        if job.draw:
-            held = min(held, len(slot.log) - 1)  # the last id is run again when it has to be: logits are not kept
-        del slot.cached[held:]
-        return _Work(job, self._rows_of_q(job, probs), slot, [*slot.log.ids[held:], *job.block])
+    def _take(self, job: VerifyJob, log: IdLog) -> _Slot:
+        """An idle slot for a new request: the one that holds most of its ids, else the one idle longest."""
+        shared = [0 if job.reproducible else common_prefix(slot.cached, log.ids) for slot in self._idle]
+        longest = max(shared)
+        slot = self._idle.pop(shared.index(longest) if longest >= _WORTH_COPYING else 0)
+        kept = slot.cached[:longest] if longest >= _WORTH_COPYING else []
+        return _Slot(slot.number, log, kept, taken_over=len(kept))
+
+    def _plan(self, jobs: Sequence[VerifyJob], quoted: Sequence[list[Row] | None]) -> list[_Work]:
+        """What each job runs in this call."""
+        plans: list[_Work] = []
+        for job, q in zip(jobs, quoted, strict=True):
+            slot = self._held[job.context.request_id]
+            ids = slot.log.ids
+            # The last id is run again when it has to be: logits are not kept.
+            held = min(common_prefix(slot.cached, ids), len(ids) - 1)
+            if not job.reproducible:
+                held = self._copy_more(slot, held)
+            del slot.cached[held:]
+            pending = [*ids[held:], *job.block]
+            cached, slot.taken_over = min(slot.taken_over, held), 0
+            work = _Work(job, q, slot, pending, cached, len(pending))
+            spare = len(pending) - work.tail
+            if job.chunk is not None and len(pending) > job.chunk and spare > 0:
+                work.now = min(job.chunk, spare)
+            if job.chunk is not None and not job.reproducible and self._runs_for(work, plans):
+                work.now = 0
+            plans.append(work)
+        return plans
+
+    def _copy_more(self, slot: _Slot, held: int) -> int:
+        """Copy from another slot what it holds beyond the `held` ids; returns how many are held then."""
+        ids = slot.log.ids
+        if len(ids) - 1 - held < _WORTH_COPYING:
+            return held
+        others = [other for other in (*self._held.values(), *self._idle) if other is not slot]
+        lengths = [min(common_prefix(other.cached, ids), len(ids) - 1) for other in others]
+        longest = max(lengths, default=0)
+        if longest - held < _WORTH_COPYING:
+            return held
+        self._runner.cache.copy(others[lengths.index(longest)].number, slot.number, longest)
+        slot.cached = ids[:longest]
+        slot.taken_over += longest - held
+        return longest
+
+    def _runs_for(self, work: _Work, earlier: Sequence[_Work]) -> bool:
+        """Whether another job of this call runs most of what this one misses: it copies that in the next call."""
+        ids, held = work.slot.log.ids, len(work.slot.cached)
+        worth = max(_WORTH_WAITING, (len(ids) - held) // 2)
+        return any(
+            other.now > 1 and common_prefix(other.slot.log.ids[: len(ids) - 1], ids) - held >= worth
+            for other in earlier
+        )
 
     def _rows_of_q(self, job: VerifyJob, probs: DraftProbs | None) -> list[Row] | None:
         if probs is None or not job.block:
@@ -320,39 +382,40 @@ class TransformersTarget:
         return list(zip(ids, chances, strict=True))
 
     def _prefill(self, work: Iterable[_Work]) -> None:
-        """Run all but the last chunk of each job, until what is left fits one pass."""
+        """Run all but the last chunk of each job, until what is left for this call fits one pass."""
         while True:
             parts = []
             for w in work:
-                spare = len(w.pending) - w.tail
-                if len(w.pending) > self._chunk and spare > 0:
+                spare = w.now - (w.tail if w.whole else 1)
+                if w.now > self._chunk and spare > 0:
                     parts.append((w, min(self._chunk, spare), 0))
             if not parts:
                 return
             self._run(sorted(parts, key=lambda part: part[0].slot.number))
 
     def _run(self, parts: Sequence[tuple[_Work, int, int]]) -> Tensor:
-        """One forward over the next `count` pending ids of each job; logits `[len(parts), k, V]` of the last `keep`."""
+        """One forward over the next `count` pending ids of each job; logits `[sum of keep, V]` of the last `keep`."""
         segments = [Segment(w.slot.number, len(w.slot.cached), w.pending[:count], keep) for w, count, keep in parts]
         logits = self._runner.forward(segments)
         for w, count, _ in parts:
             w.slot.cached += w.pending[:count]
             del w.pending[:count]
-        return logits[..., : self.vocab_size]
+            w.now -= count
+        return logits[:, : self.vocab_size]
 
     def _judge(self, group: Sequence[_Work], logits: Tensor) -> dict[str, Verdict]:
-        """Verdicts of the jobs that asked for a draw."""
+        """Verdicts of the jobs that were run to their end."""
         plain = [_is_argmax(w.job.sampling) for w in group]
         largest, best = (x.tolist() for x in logits.max(-1)) if any(plain) else ([], [])
         verdicts = {}
+        end = 0
         for i, w in enumerate(group):
-            if not w.job.draw:
-                continue
+            start, end = end, end + w.tail
             context, block, params = w.job.context, w.job.block, w.job.sampling
-            rows = logits[i, : len(block) + 1]
+            rows = logits[start:end]
             try:
                 if plain[i]:
-                    accepted, token = verify_greedy(block, best[i], largest[i])
+                    accepted, token = verify_greedy(block, best[start:end], largest[start:end])
                 else:
                     ids = [*w.slot.log.ids, *block]
                     at_once = len(rows) if rows.is_cuda else 1
@@ -397,6 +460,7 @@ class _Trial:
         if neighbour:
             passes[0].append(Segment(1, 0, ids[: cut // 2], 0))
             passes[1].append(Segment(1, cut // 2, ids[cut // 2 :], 0))
+            passes[2].append(Segment(1, 0, ids[:1], 0))
         config = self._model.config
         try:
             for segments in passes:
@@ -415,7 +479,7 @@ class _Trial:
         ) as error:
             hint = " (cuda_graphs=False runs without CUDA graphs)" if runner.graphs else ""
             raise UnsupportedModel(_refusal(config, f"a trial run over cached tokens failed: {error}{hint}")) from error
-        off = float((logits[0, : len(ids) - cut].float() - self._want).norm() / self._want.norm())
+        off = float((logits.float() - self._want).norm() / self._want.norm())
         if not off <= (1e-3 if self._model.dtype == torch.float32 else 0.1):
             raise UnsupportedModel(
                 _refusal(

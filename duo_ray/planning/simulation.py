@@ -450,14 +450,16 @@ class _Stream:
         sent, job = clock.now, None
         if self._draft is not None and (job := decoding.draft_job()) is not None:
             self._ask(job)
-        for prefill in decoding.prefill_jobs(world.hardware.chunk):
-            yield Wait(world.target.submit(_Task(len(prefill.context.ids))))
-            self._target_holds = prefill.context.length
-        verify = decoding.verify_job()
+        chunk = world.hardware.chunk
+        verify = decoding.verify_job(chunk)
         length = verify.context.length
+        while length - self._target_holds + len(verify.block) > chunk:
+            yield Wait(world.target.submit(_Task(chunk)))
+            self._target_holds += chunk
         task = _Task(length - min(self._target_holds, length - 1) + len(verify.block))
         yield Wait(world.target.submit(task))
         target, verdict = task.answer.kept, _verdict(verify)
+        decoding.prefilled(verdict)
         self._target_holds = length + verdict.accepted
         decoding.commit(verdict)
         if first:

@@ -63,10 +63,10 @@ class Client:
     def emitted(self) -> list[int]:
         return self.log.ids[len(self.prompt) :]
 
-    def job(self, block: Ids = (), *, draw: bool = True) -> VerifyJob:
+    def job(self, block: Ids = (), *, chunk: int | None = None) -> VerifyJob:
         context = self.log.context(self.request_id, agreed=self.agreed, prompt_length=len(self.prompt))
         self.agreed = len(self.log)
-        return VerifyJob(context, block, self.sampling, draw)
+        return VerifyJob(context, block, self.sampling, chunk=chunk)
 
     def take(self, verdict: Verdict, block: Ids) -> None:
         assert verdict.request_id == self.request_id
@@ -308,17 +308,24 @@ def test_asking_again_gives_the_same_verdict(target: TransformersTarget) -> None
     assert again.tokens == 4
 
 
-def test_a_job_without_a_draw_only_fills_the_cache(llama: Any, target: TransformersTarget) -> None:
-    ids = random_ids(60, seed=14)
-    log = IdLog(ids)
-    first = VerifyJob(log.context("a", agreed=0, prompt_length=60, end=45), (), GREEDY, draw=False)
-    other = Client("b", random_ids(9, seed=15))
-    reply = target.verify([first, other.job()], [None, None])
+def test_a_prompt_is_run_in_as_many_chunks_as_it_takes(llama: Any, target: TransformersTarget) -> None:
+    client, other = Client("a", random_ids(60, seed=14)), Client("b", random_ids(9, seed=15))
+    reply = target.verify([client.job(chunk=25), other.job(chunk=25)], [None, None])
     assert reply.verdicts[0] == Verdict("a", 0, None)
     assert reply.verdicts[1].token == own_greedy(llama, other.prompt, 1)[0]
-    second = target.verify([VerifyJob(log.context("a", agreed=45, prompt_length=60), (), GREEDY)], [None])
-    assert second.tokens == 15
-    assert second.verdicts[0].token == own_greedy(llama, ids, 1)[0]
+    assert reply.tokens == 25 + 9
+    assert target.verify([client.job(chunk=25)], [None]).verdicts[0].token is None
+    last = target.verify([client.job(chunk=25)], [None])
+    assert last.tokens == 10
+    assert last.verdicts[0].token == own_greedy(llama, client.prompt, 1)[0]
+
+
+def test_a_block_behind_a_prompt_run_in_chunks_is_judged_in_one_pass(llama: Any, target: TransformersTarget) -> None:
+    client = Client("a", random_ids(33, seed=21))
+    block = tuple(own_greedy(llama, client.prompt, 4))
+    passes = [target.verify([client.job(block, chunk=16)], [None]) for _ in range(3)]
+    assert [reply.tokens for reply in passes] == [16, 16, 5]
+    assert [reply.verdicts[0].accepted for reply in passes] == [0, 0, 4]
 
 
 def test_verdicts_come_in_the_order_of_the_jobs(target: TransformersTarget) -> None:
@@ -384,7 +391,7 @@ def test_a_context_beyond_the_limit_names_both_numbers(target: TransformersTarge
         ),
         ([VerifyJob(Context("a", 0, 0, (1,), 1), (-1,), GREEDY)], "id -1 is outside"),
         ([VerifyJob(Context("a", 0, 0, (), 0), (), GREEDY)], "no ids to draw from"),
-        ([VerifyJob(Context("a", 0, 0, (1,), 1), (2,), GREEDY, draw=False)], "takes no block"),
+        ([VerifyJob(Context("a", 0, 0, (1,), 1), (2,), GREEDY, chunk=0)], "chunk=0 must be at least 1"),
         ([VerifyJob(Context("a", 0, 0, (1,), 1), (), GREEDY)] * 2, "two jobs of one request"),
     ],
 )
@@ -421,6 +428,85 @@ def test_a_broken_pass_is_reported_and_leaves_nothing_behind(params: SamplingPar
     client = Client("sound", random_ids(20, seed=18))  # shorter: it does not overwrite all that the first one wrote
     step(target, [client], no_block)
     assert client.emitted == own_greedy(llama, client.prompt, 1)
+
+
+# --- what other requests left ------------------------------------------------------------------------------------
+
+
+def test_a_new_request_runs_only_what_no_slot_holds(pair: tuple[Any, TransformersTarget]) -> None:
+    """Also past a sliding window, and although the first request's answer follows in the slot."""
+    model, target = pair
+    shared = random_ids(40, seed=30)
+    first = Client("first", [*shared, *random_ids(5, seed=31)])
+    for i in range(4):
+        step(target, [first], random_blocks(i))
+    target.release("first")
+    second = Client("second", [*shared, *random_ids(9, seed=32)])
+    reply = step(target, [second], no_block)
+    assert reply.verdicts[0].cached >= 40
+    assert reply.tokens <= 9
+    while len(second.emitted) < 12:
+        step(target, [second], random_blocks(len(second.emitted)))
+    target.release("second")
+    assert second.emitted[:12] == own_greedy(model, second.prompt, 12)
+
+
+def test_a_prefix_held_by_a_running_request_is_copied(pair: tuple[Any, TransformersTarget]) -> None:
+    model, target = pair
+    shared = random_ids(40, seed=33)
+    first, second = (Client(name, [*shared, *random_ids(4, seed=i)]) for i, name in enumerate(("first", "second")))
+    step(target, [first], random_blocks(1))
+    reply = step(target, [second], no_block)
+    assert (reply.verdicts[0].cached, reply.tokens) == (40, 4)
+    while min(len(first.emitted), len(second.emitted)) < 12:
+        step(target, [first, second], random_blocks(len(first.emitted)))
+    for client in (first, second):
+        target.release(client.request_id)
+        assert client.emitted[:12] == own_greedy(model, client.prompt, 12)
+
+
+def test_the_same_prompt_asked_for_at_once_is_run_once(llama: Any, target: TransformersTarget) -> None:
+    prompt = random_ids(100, seed=34)
+    clients = [Client(str(i), prompt) for i in range(3)]
+    first = target.verify([client.job(chunk=200) for client in clients], [None] * 3)
+    assert first.tokens == 100
+    assert [verdict.token is None for verdict in first.verdicts] == [False, True, True]
+    second = target.verify([client.job(chunk=200) for client in clients[1:]], [None] * 2)
+    assert second.tokens == 2
+    assert [verdict.cached for verdict in second.verdicts] == [99, 99]
+    assert {v.token for v in (first.verdicts[0], *second.verdicts)} == {own_greedy(llama, prompt, 1)[0]}
+
+
+def test_rejected_ids_are_not_taken_for_a_prefix(llama: Any, target: TransformersTarget) -> None:
+    """What stays of a block in the slot are its ids, not the committed ones that came in their place."""
+    first = Client("first", random_ids(20, seed=35))
+    answer = own_greedy(llama, first.prompt, 20)
+    step(target, [first], lambda _: tuple((token + 1) % VOCAB for token in answer[:12]))
+    target.release("first")
+    second = Client("second", [*first.prompt, *answer[:12]])
+    reply = step(target, [second], no_block)
+    assert reply.verdicts[0].cached == 20
+    assert second.emitted == answer[12:13]
+
+
+def test_a_reproducible_request_takes_over_nothing(target: TransformersTarget) -> None:
+    first = Client("first", random_ids(40, seed=36))
+    step(target, [first], no_block)
+    context = IdLog(first.prompt).context("second", agreed=0, prompt_length=40)
+    reply = target.verify([VerifyJob(context, (), GREEDY, reproducible=True)], [None])
+    assert (reply.verdicts[0].cached, reply.tokens) == (0, 40)
+
+
+def test_of_idle_slots_without_a_common_prefix_the_one_idle_longest_is_taken(target: TransformersTarget) -> None:
+    clients = [Client(str(i), random_ids(20, seed=40 + i)) for i in range(3)]
+    step(target, clients, no_block)
+    for client in (clients[1], clients[0], clients[2]):
+        target.release(client.request_id)
+    step(target, [Client("new", random_ids(20, seed=50))], no_block)
+    again = [Client(f"again {i}", client.prompt) for i, client in enumerate(clients)]
+    assert [step(target, [client], no_block).verdicts[0].cached for client in (again[0], again[2])] == [19, 19]
+    target.release("new")
+    assert step(target, [again[1]], no_block).verdicts[0].cached == 0
 
 
 # --- loading ----------------------------------------------------------------------------------------------------
