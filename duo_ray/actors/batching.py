@@ -54,7 +54,8 @@ class Batcher(Generic[Job, Result]):
         except Exception as error:
             if len(batch) > 1 and self._isolate(error):
                 for one in batch:
-                    await self._answer([one])
+                    if not one[1].cancelled():  # its caller may have gone away in the meantime
+                        await self._answer([one])
                 return
             for _, future in batch:
                 if not future.cancelled():

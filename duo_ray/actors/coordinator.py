@@ -6,16 +6,19 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
 from ray.actor import ActorHandle
 
 from duo_ray import hardware
 from duo_ray.actors.draft import DraftInfo
 from duo_ray.actors.peers import Draft, DraftLost, DraftPeer, Judgement, ProbsHandle, ProbsLost, TargetLost, TargetPeer
+from duo_ray.actors.rounds import Rounds
 from duo_ray.actors.target import TargetInfo
-from duo_ray.core.gamma import Acceptance, Costs, GammaController, Policy
+from duo_ray.core.budget import SharedBudget
+from duo_ray.core.gamma import Acceptance, Costs, GammaController, Plan, Policy
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
 from duo_ray.metrics import Meter, RequestMeter, StepTimes
@@ -36,6 +39,11 @@ from duo_ray.types import (
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_PASS = 2.0
+"""A pass with others' prefill may take this many times as long as one without."""
+_SMALLEST_CHUNK = 8
+"""Prompt tokens a request may always prefill in a round."""
+
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorSettings:
@@ -44,7 +52,7 @@ class CoordinatorSettings:
     max_sequences: int
     prefetch: bool
     chunk: int
-    """Prompt tokens per prefill pass."""
+    """Prompt tokens per prefill pass; fewer while others are streaming."""
     calibration: dict[str, object] | None
     """Costs measured at an earlier start on this machine; reproducible requests rely on them."""
 
@@ -64,6 +72,16 @@ class PipelineInfo:
     """Costs as they are now."""
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a pipeline is."""
+
+    running: int
+    """Requests that hold a slot."""
+    queued: int
+    """Requests that wait for one, first come, first served."""
+
+
 class Coordinator:
     """Async Ray actor: many requests, one target, a group of drafts. Needs no GPU and next to no CPU."""
 
@@ -80,7 +98,10 @@ class Coordinator:
         self._tokenizer = Tokenizer.load(settings.tokenizer_path)
         self._acceptance = Acceptance()
         self._costs = Costs()
-        self._cancelled: dict[str, asyncio.Event] = {}
+        self._budget = SharedBudget(settings.policy, self._costs)
+        self._rounds: Rounds[_Run] = Rounds(self._begin_round)
+        self._streams: dict[str, asyncio.Task[None]] = {}
+        self._queued = 0
 
     async def start(self) -> PipelineInfo:
         """Wait until every actor is loaded and warm, and take over their measured times."""
@@ -89,14 +110,20 @@ class Coordinator:
         for match in dict.fromkeys(info.vocabulary for info in self._draft_infos):
             if match.strategy is not Strategy.SAME:
                 logger.info("%s", match.describe())
-        self._target = TargetPeer(self._target_handle, self._meter, limit=self._target_info.slots)
+        slots = self._target_info.slots
+        self._target = TargetPeer(
+            self._target_handle,
+            self._meter,
+            limit=slots,
+            observe=lambda reply: self._costs.observe_target(reply.tokens, reply.span.seconds),
+        )
         self._drafts = [
-            DraftPeer(f"draft-{i}", handle, self._meter, limit=self._target_info.slots)
+            DraftPeer(f"draft-{i}", handle, self._meter, limit=slots, observe=self._learn_draft)
             for i, handle in enumerate(self._draft_handles)
         ]
         for peer in (self._target, *self._drafts):
             await peer.connect()
-        self._slots = asyncio.Semaphore(self._target_info.slots)
+        self._slots = asyncio.Semaphore(slots)
         for tokens, seconds in self._target_info.timings:
             self._costs.observe_target(tokens, seconds)
         for info in self._draft_infos:
@@ -128,35 +155,72 @@ class Coordinator:
 
         Whatever ends the stream, what the request holds on target and draft is freed within a step.
         """
-        if request.request_id in self._cancelled:
+        if request.request_id in self._streams:
             raise DuoRayError(f"request id {request.request_id} is in use")
-        cancelled = self._cancelled[request.request_id] = asyncio.Event()
+        # Ray hands on each item before it asks for the next: the steps must not wait for that.
+        items: asyncio.Queue[Delta | Finished | None] = asyncio.Queue()
+        stream = self._streams[request.request_id] = asyncio.create_task(self._serve(request, items.put_nowait))
+        stream.add_done_callback(lambda _: self._streams.pop(request.request_id))
+        stream.add_done_callback(lambda _: items.put_nowait(None))
         try:
-            with self._meter.request() as meter:
-                async with self._slots:
-                    meter.admitted()
-                    if cancelled.is_set():
-                        return
-                    # Ray hands on each item before it asks for the next: the steps must not wait for that.
-                    items: asyncio.Queue[Delta | Finished | None] = asyncio.Queue()
-                    steps = asyncio.create_task(_Run(self, request, meter).steps(items.put_nowait, cancelled))
-                    steps.add_done_callback(lambda _: items.put_nowait(None))
-                    try:
-                        while (item := await items.get()) is not None:
-                            yield item
-                        await steps
-                    finally:
-                        cancelled.set()
-                        if not self._target.available:
-                            steps.cancel()  # it waits for the target's return, which may take minutes
-                        await asyncio.wait([steps])
+            while (item := await items.get()) is not None:
+                yield item
+            if not stream.cancelled():
+                await stream  # raises what went wrong
         finally:
-            del self._cancelled[request.request_id]
+            stream.cancel()
+            await asyncio.wait([stream])
+
+    async def _serve(self, request: Request, emit: Callable[[Delta | Finished], None]) -> None:
+        arrived = time.time()
+        with self._meter.request() as meter:
+            self._queued += 1
+            try:
+                await self._slots.acquire()
+            finally:
+                self._queued -= 1
+            meter.admitted()
+            try:
+                await _Run(self, request, meter, arrived).steps(emit)
+            finally:
+                self._slots.release()
 
     async def cancel(self, request_id: str) -> None:
-        """End a stream after its current step; unknown or finished requests are ignored."""
-        if request_id in self._cancelled:
-            self._cancelled[request_id].set()
+        """End a stream, whatever it waits for; unknown or finished requests are ignored."""
+        if request_id in self._streams:
+            self._streams[request_id].cancel()
+
+    async def close(self) -> None:
+        """Close the connections to the models; the object is of no use afterwards."""
+        for peer in (self._target, *self._drafts):
+            await peer.close()
+
+    def load(self) -> Load:
+        """How many requests run and wait."""
+        return Load(running=len(self._rounds), queued=self._queued)
+
+    def _begin_round(self, runs: Sequence[_Run]) -> list[_Run]:
+        """Plan what each of these requests does in the round they begin together; returns those with a lead."""
+        rows = len(self._rounds)
+        sharing = [run for run in runs if run.shares_budget] if rows > 1 else []
+        seats = [run.decoding.seat() for run in sharing]
+        plans = dict(zip(sharing, self._budget.plan(seats, rows=rows, drafts=len(self._drafts)), strict=True))
+        chunk = self._chunk(runs)
+        return [run for run in runs if run.begin_round(plans.get(run), chunk)]
+
+    def _chunk(self, runs: Sequence[_Run]) -> int:
+        """Prompt tokens each request may prefill in a round.
+
+        While others stream, a pass with all of them takes about twice as long as one without.
+        """
+        prefilling = sum(run.prefilling for run in runs)
+        streaming = len(runs) - prefilling
+        if not (prefilling and streaming):
+            return self._settings.chunk
+        sizes = np.arange(1.0, self._settings.chunk + 1)
+        limit = _LONGEST_PASS * self._costs.target_seconds(streaming)
+        fits = int(np.searchsorted(self._costs.target_curve(streaming + sizes), limit))
+        return max(_SMALLEST_CHUNK, fits // prefilling)
 
     # --- for _Run
 
@@ -165,8 +229,8 @@ class Coordinator:
         return self._target
 
     @property
-    def chunk(self) -> int:
-        return self._settings.chunk
+    def rounds(self) -> Rounds[_Run]:
+        return self._rounds
 
     def choose_draft(self) -> DraftPeer | None:
         """The least busy draft that answers, else the least busy one."""
@@ -192,14 +256,10 @@ class Coordinator:
             prefetch=self._settings.prefetch,
         )
 
-    def learn_step(self, judgement: Judgement, block: DraftBlock | None, overhead: float) -> None:
-        """Fold one step's measured times into the shared estimates."""
-        self._costs.observe_target(judgement.tokens, judgement.span.seconds)
-        if block is not None:
-            self.learn_draft(block)
-        self._costs.observe_overhead(overhead)
+    def learn_overhead(self, seconds: float) -> None:
+        self._costs.observe_overhead(seconds)
 
-    def learn_draft(self, block: DraftBlock) -> None:
+    def _learn_draft(self, block: DraftBlock) -> None:
         for width, seconds in block.token_seconds:
             self._costs.observe_draft(width, seconds)
 
@@ -207,64 +267,90 @@ class Coordinator:
         """Estimate of a target pass over one token of each of so many requests."""
         return self._costs.target_seconds(requests)
 
-    def patience(self, request: Request, job: DraftJob, sent: float) -> float | None:
-        """Seconds to wait from now for a draft job sent at time `sent`; None: as long as it takes.
+    def patience(self, request: Request, budget: int, sent: float) -> float | None:
+        """Seconds to wait from now for `budget` drafted tokens asked for at time `sent`; None: as long as it takes.
 
-        Half as long again as its tokens should take, and no less than a plain pass: while one is waited for, the other
-        could have been done. A reproducible request waits, whatever the time.
+        Half as long again as they should take, and no less than a plain pass of a request alone: while one is waited
+        for, the other could have been done. Others wait too: then no more than half of that. A reproducible request
+        waits, whatever the time.
         """
         if request.reproducible:
             return None
-        expected = job.budget * self._costs.draft_seconds(1)
-        return max(self._costs.target_seconds(1), sent + 1.5 * expected - time.time())
+        rows = len(self._rounds)
+        expected = budget * self._costs.draft_seconds(rows / max(1, len(self._drafts)))
+        return max(self._costs.target_seconds(1) / min(2, rows), sent + 1.5 * expected - time.time())
 
 
 class _Run:
     """One request on its way through the actors."""
 
-    def __init__(self, coordinator: Coordinator, request: Request, meter: RequestMeter) -> None:
+    def __init__(self, coordinator: Coordinator, request: Request, meter: RequestMeter, arrived: float) -> None:
         self._coordinator = coordinator
         self._meter = meter
+        self._rounds = coordinator.rounds
         self._request = request
         self._draft = coordinator.choose_draft() if request.draft else None
-        self._stats = RequestStats(started=time.time())
-        self._decoding = coordinator.decoding(request, self._stats, with_draft=self._draft is not None)
+        self._stats = RequestStats(started=arrived, queued_s=time.time() - arrived)
+        self.decoding = coordinator.decoding(request, self._stats, with_draft=self._draft is not None)
         self._pending: asyncio.Task[Draft] | None = None
         self._draft_fault: str | None = None
         self._trace: list[TraceEvent] = []
+        self.prefilling = True
+        """Whether the target does not hold the whole prompt yet."""
+        self._in_step = False
+        self._chunk = 1
         if self._draft is not None:
             self._draft.requests += 1
 
-    async def steps(self, emit: Callable[[Delta | Finished], None], cancelled: asyncio.Event) -> None:
+    async def steps(self, emit: Callable[[Delta | Finished], None]) -> None:
         """Step after step to the end of the request, or until it is cancelled; frees what it held in any case."""
+        self._rounds.enter(self)
         try:
-            while not self._decoding.finished and not cancelled.is_set():
+            while not self.decoding.finished:
                 await self._step(lambda tokens: emit(Delta(tuple(tokens))) if tokens else None)
-            if self._decoding.finished:
-                emit(self._finished())
+            emit(self._finished())
         finally:
             self._close()
 
+    # --- rounds
+
+    @property
+    def shares_budget(self) -> bool:
+        """Whether what this request drafts is decided together with what others do."""
+        own = self._request.reproducible or self._request.draft_budget is not None
+        return not self._in_step and not own and self.decoding.may_draft(self._without_draft())
+
+    def begin_round(self, plan: Plan | None, chunk: int) -> bool:
+        """Start a step, unless a prefill goes on. True: it has a lead that the others wait for."""
+        self._chunk = chunk
+        if self._in_step:
+            return False
+        self._in_step = True
+        self.decoding.plan(without_draft=self._without_draft(), shared=plan)
+        return self.decoding.leads and not self._request.reproducible
+
     async def _step(self, emit: Callable[[list[Token]], None]) -> None:
-        decoding, stats = self._decoding, self._stats
+        decoding, stats = self.decoding, self._stats
+        await self._rounds.join(self)
         began = time.time()
-        first = stats.first_token is None
-        decoding.plan(without_draft=self._without_draft())
         lead = await self._lead()
+        await self._rounds.all_led()
         sent, job = time.time(), None
         if self._without_draft() is None and (job := decoding.draft_job()) is not None:
             self._pending = self._ask(job)
         judgement = await self._judge()
+        first = stats.first_token is None
         tokens = decoding.commit(judgement.verdict)
         if first:
             # Shown at once: the first token does not wait for the draft's prompt pass.
             emit(tokens + decoding.settle())
             tokens, stats.first_token = [], time.time()
         waits = job is not None and not first and not decoding.probing
-        patience = self._coordinator.patience(self._request, job, sent) if job is not None and waits else 0.0
+        patience = self._coordinator.patience(self._request, job.budget, sent) if job is not None and waits else 0.0
         block = await self._collect(patience)
         # One message a step: each costs the processes at both ends time that the models could use.
         emit(tokens + decoding.settle())
+        self._in_step = False
         stats.ended = time.time()
         if first:
             self._meter.step(stats)
@@ -281,45 +367,51 @@ class _Run:
         return asyncio.create_task(self._draft.draft(job))
 
     async def _lead(self) -> DraftBlock | None:
-        job = self._decoding.lead_job()
+        job = self.decoding.lead_job()
         if job is None:
             return None
         sent = time.time()
         self._pending = self._ask(job)
-        # Nothing else could be done meanwhile, and after plain steps there is a stretch of context to read first.
-        patience = self._coordinator.patience(self._request, job, sent)
-        await asyncio.wait([self._pending], timeout=None if patience is None else max(1.0, patience))
+        patience = self._coordinator.patience(self._request, job.budget, sent)
+        if patience is None:
+            with self._rounds.away(self):
+                await asyncio.wait([self._pending])
+        else:
+            # Alone, nothing else could be done meanwhile, and after plain steps there is a stretch of context to read.
+            least = 1.0 if len(self._rounds) == 1 else 0.0
+            await asyncio.wait([self._pending], timeout=max(least, patience))
+            self._rounds.led(self)
         if not self._pending.done():
             return None
         answer = self._take()
         if answer is None:
             return None
-        self._decoding.hold(*answer)
+        self.decoding.hold(*answer)
         self._note(self._draft_name, "lead", answer[0].span, tokens=answer[0].drafted)
         return answer[0]
 
     async def _judge(self) -> Judgement:
-        """The target's verdict, however often the target has to be waited for."""
-        target, decoding = self._coordinator.target, self._decoding
+        """The target's verdict, however often the target has to be waited for, and however long the prompt is."""
+        target, decoding = self._coordinator.target, self.decoding
         while True:
+            job = decoding.verify_job(self._chunk)
             try:
-                for prefill in decoding.prefill_jobs(self._coordinator.chunk):
-                    chunk = await target.verify(prefill, None)
-                    self._note("target", "prefill", chunk.span, tokens=chunk.tokens)
-                job = decoding.verify_job()
                 judgement = await target.verify(job, decoding.hand_probs)
             except TargetLost:
-                await target.returned()
+                with self._rounds.away(self):
+                    await target.returned()
                 decoding.target_lost()
             except UnknownPrefix:
                 decoding.target_lost()
             except ProbsLost:
                 decoding.drop_hand()
             else:
-                self._note(
-                    "target", "verify", judgement.span, block=len(job.block), accepted=judgement.verdict.accepted
-                )
-                return judgement
+                self.prefilling = not decoding.prefilled(judgement.verdict)
+                name = "prefill" if self.prefilling else "verify"
+                self._note("target", name, judgement.span, block=len(job.block), accepted=judgement.verdict.accepted)
+                if not self.prefilling:
+                    return judgement
+                await self._rounds.join(self)
 
     async def _collect(self, patience: float | None) -> DraftBlock | None:
         """The block written meanwhile, if it comes within `patience` seconds.
@@ -329,8 +421,10 @@ class _Run:
         if self._pending is None:
             return None
         if self._request.reproducible:
-            patience = None  # whether a block is late must not depend on time
-        if not self._decoding.finished:
+            # Whether a block is late must not depend on time; others need not wait for it.
+            with self._rounds.away(self):
+                await asyncio.wait([self._pending])
+        elif not self.decoding.finished:
             await asyncio.wait([self._pending], timeout=patience)
         if not self._pending.done():
             return None
@@ -338,7 +432,7 @@ class _Run:
         if answer is None:
             return None
         block, probs = answer
-        self._decoding.offer(block, probs)
+        self.decoding.offer(block, probs)
         self._note(self._draft_name, "block", block.span, tokens=block.drafted, sequences=len(block.sequences))
         return block
 
@@ -350,9 +444,9 @@ class _Run:
         try:
             return task.result()
         except (DraftLost, UnknownPrefix):
-            self._decoding.draft_lost()
+            self.decoding.draft_lost()
         except Exception as error:  # whatever is wrong with the draft, the target's text does not depend on it
-            self._decoding.draft_lost()
+            self.decoding.draft_lost()
             self._draft_fault = f"draft failed: {error}"
             logger.warning("%s: %s; this request goes on without a draft", self._request.request_id, error)
         return None
@@ -367,9 +461,7 @@ class _Run:
         lead_seconds = lead.span.seconds if lead is not None else 0.0
         block_seconds = block.span.seconds if block is not None else 0.0
         overhead = self._stats.timed(wall, judgement.span, lead_seconds, block_seconds)
-        self._coordinator.learn_step(judgement, block, overhead)
-        if lead is not None:
-            self._coordinator.learn_draft(lead)
+        self._coordinator.learn_overhead(overhead)
         plain = self._coordinator.plain_seconds(judgement.requests)
         self._meter.step(self._stats, StepTimes(wall.seconds, judgement.span.seconds, overhead, plain))
         self._note("coordinator", "step", wall)
@@ -379,7 +471,7 @@ class _Run:
             self._trace.append(TraceEvent(actor, name, span, tuple((k, str(v)) for k, v in details.items())))
 
     def _finished(self) -> Finished:
-        decoding = self._decoding
+        decoding = self.decoding
         reason = decoding.generation.finish_reason
         if reason is None:
             raise DuoRayError("the stream ended before the request did")
@@ -390,6 +482,7 @@ class _Run:
 
     def _close(self) -> None:
         request_id = self._request.request_id
+        self._rounds.leave(self)
         self._coordinator.target.release(request_id)
         if self._draft is not None:
             self._draft.requests -= 1

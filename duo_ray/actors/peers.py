@@ -6,7 +6,7 @@ import asyncio
 import logging
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -18,7 +18,7 @@ from duo_ray.actors.node import node_id
 from duo_ray.actors.target import ProbsPick
 from duo_ray.actors.wire import Link, LinkLostError
 from duo_ray.metrics import Meter
-from duo_ray.types import DraftBlock, DraftJob, DuoRayError, Span, TargetReply, UnknownPrefix, Verdict, VerifyJob
+from duo_ray.types import DraftBlock, DraftJob, DuoRayError, Span, TargetReply, Verdict, VerifyJob
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,6 @@ class Judgement:
 
     verdict: Verdict
     span: Span
-    tokens: int
     requests: int
     """How many verdicts the pass gave."""
 
@@ -83,6 +82,13 @@ class _Peer:
         node, path = await self._handle.listen.remote()
         self._link = await Link.open(path) if node == node_id() else None
         self._up.set()
+
+    async def close(self) -> None:
+        """Close the socket and wait for no return."""
+        if self._recovery is not None:
+            self._recovery.cancel()
+        if self._link is not None:
+            await self._link.aclose()
 
     def release(self, request_id: str) -> None:
         """Tell the actor to free the request; nothing to free when it is down."""
@@ -126,9 +132,13 @@ class _Peer:
 class DraftPeer(_Peer):
     """One draft actor. `requests` counts those that use it, so that new ones go to the least busy."""
 
-    def __init__(self, name: str, handle: ActorHandle, meter: Meter, *, limit: int) -> None:
+    def __init__(
+        self, name: str, handle: ActorHandle, meter: Meter, *, limit: int, observe: Callable[[DraftBlock], None]
+    ) -> None:
+        """`observe` is told, once for each call, the block that took part in most of its decodes."""
         super().__init__(name, handle, meter)
         self.requests = 0
+        self._observe = observe
         self._batcher: Batcher[DraftJob, Draft] = Batcher(
             self._call, isolate=_own_fault, limit=limit, alone=lambda job: job.reproducible
         )
@@ -149,6 +159,7 @@ class DraftPeer(_Peer):
         except (RayActorError, LinkLostError) as error:
             raise DraftLost(self._lost(error)) from error
         self._tally.busy(self.name, max(block.span.seconds for block in blocks))
+        self._observe(max(blocks, key=lambda block: len(block.token_seconds)))
         return [
             (block, None if job.sampling.greedy else ProbsHandle(source, entry))
             for entry, (job, block) in enumerate(zip(jobs, blocks, strict=True))
@@ -158,14 +169,25 @@ class DraftPeer(_Peer):
 class TargetPeer(_Peer):
     """The target actor."""
 
-    def __init__(self, handle: ActorHandle, meter: Meter, *, limit: int) -> None:
+    def __init__(
+        self, handle: ActorHandle, meter: Meter, *, limit: int, observe: Callable[[TargetReply], None]
+    ) -> None:
+        """`observe` is told, once, of every pass without a prefill."""
         super().__init__("target", handle, meter)
+        self._observe = observe
         self._batcher: Batcher[tuple[VerifyJob, ProbsHandle | None], Judgement] = Batcher(
             self._call, isolate=_own_fault, limit=limit
         )
 
     async def verify(self, job: VerifyJob, probs: ProbsHandle | None) -> Judgement:
         """Raises `TargetLost`, `ProbsLost`, `UnknownPrefix`, or what the model raised."""
+        if self._link is not None and probs is not None and not isinstance(probs.source, bytes):
+            # Fetched here: between taking a job from the queue and sending it nothing may be waited for, so that a
+            # release sent after it is obeyed after it.
+            try:
+                probs = ProbsHandle(pickle.dumps(await probs.source), probs.entry)
+            except ObjectLostError as error:
+                raise ProbsLost(_first_line(error)) from error
         return await self._batcher.submit((job, probs))
 
     async def returned(self) -> None:
@@ -199,7 +221,10 @@ class TargetPeer(_Peer):
         except ObjectLostError as error:
             raise ProbsLost(_first_line(error)) from error
         self._tally.busy(self.name, reply.span.seconds)
-        return [Judgement(verdict, reply.span, reply.tokens, len(jobs)) for verdict in reply.verdicts]
+        expected = sum(max(1, len(job.context.ids)) + len(job.block) for job in jobs)
+        if reply.tokens <= expected and all(job.context.agreed for job in jobs):
+            self._observe(reply)
+        return [Judgement(verdict, reply.span, len(jobs)) for verdict in reply.verdicts]
 
 
 Draft = tuple[DraftBlock, ProbsHandle | None]
@@ -207,7 +232,7 @@ Draft = tuple[DraftBlock, ProbsHandle | None]
 
 def _own_fault(error: Exception) -> bool:
     """Whether an error may be the fault of one job of a batch, not of the actor."""
-    return not isinstance(error, DraftLost | TargetLost | UnknownPrefix)
+    return not isinstance(error, DraftLost | TargetLost)
 
 
 def _first_line(error: Exception) -> str:

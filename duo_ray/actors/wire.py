@@ -11,6 +11,7 @@ they are, so that the coordinator hands probabilities from draft to target witho
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import secrets
 import socket
@@ -103,6 +104,12 @@ class Link:
 
     def close(self) -> None:
         self._writer.close()
+
+    async def aclose(self) -> None:
+        """Close, and wait until the socket is."""
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):  # the other end was faster
+            await self._writer.wait_closed()
 
     def _write(self, parts: Sequence[bytes]) -> None:
         self._writer.write(_header(parts) + b"".join(parts))

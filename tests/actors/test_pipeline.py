@@ -88,6 +88,28 @@ def test_the_same_seed_gives_the_same_text_and_another_one_another(duo):
     assert duo.generate("Invent a story.", seed=9, **ask).token_ids != first.token_ids
 
 
+def test_what_a_prompt_shares_with_an_earlier_one_is_not_run_again(duo):
+    """The next turn of a conversation: target and draft have all of it but what is new."""
+    turn = [{"role": "user", "content": "Name three rivers of Europe and say where each of them ends."}]
+    first = duo.generate(turn, temperature=0.0, max_tokens=24, draft_budget=4)
+    turns = [*turn, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And the longest?"}]
+    second = duo.generate(turns, temperature=0.0, max_tokens=24, draft_budget=4)
+    shared = first.prompt_tokens + first.completion_tokens - 8
+    assert shared <= second.stats["cached_tokens"] < second.prompt_tokens
+    assert shared <= second.stats["draft_cached_tokens"] < second.prompt_tokens
+    alone = duo.generate(turns, temperature=0.0, max_tokens=24, draft=False)
+    assert second.token_ids == alone.token_ids
+
+
+def test_a_seed_gives_the_same_text_whatever_is_cached(duo):
+    ask = {"temperature": 1.0, "top_p": 0.95, "max_tokens": COUNT, "seed": 11}
+    first = duo.generate("Describe a market in the morning.", **ask)
+    duo.generate("Describe a market in the morning.", temperature=0.0, max_tokens=8)
+    again = duo.generate("Describe a market in the morning.", **ask)
+    assert again.stats["cached_tokens"] == 0
+    assert again.token_ids == first.token_ids
+
+
 def test_one_requests_seed_does_not_disturb_anothers(duo):
     """Case 12. Without a draft, whose rounding depends on what else it computes, not one token may change."""
     ask = {"temperature": 1.0, "top_p": 0.95, "max_tokens": COUNT, "draft": False}

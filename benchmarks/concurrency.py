@@ -1,0 +1,197 @@
+"""Many requests at once: total speed, fairness and latency, with and without drafting, interleaved in one run.
+
+    python -m benchmarks.concurrency [--streams 1,2,4,8,16] [--tokens 64] [--repeats 2] [--out results.json]
+
+One pipeline with as many slots as the most streams. For every number of streams the same prompts are answered at once
+with drafting and with drafting off, in alternating order, so that drift of the machine's speed hits both alike. EOS is
+ignored: all streams are equally long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from benchmarks.pipeline import PROMPTS
+from duo_ray.config import load_config
+from duo_ray.hardware import detect_machine
+from duo_ray.session import Duo
+from duo_ray.types import Finished, Ids
+
+TOPICS = ("a lighthouse", "the sea", "winter", "bread", "a clock", "music", "rain", "an old train", "bees", "chess")
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What one reader saw: when each message came (seconds since the start of all), and how many tokens it brought."""
+
+    arrivals: tuple[tuple[float, int], ...]
+    ids: Ids
+    stats: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One batch of equal streams."""
+
+    tokens_per_s: float
+    """All tokens over the time from the first request to the last token."""
+    slowest: float
+    """When the last stream ended, as a multiple of when the first one did."""
+    ttft_ms: float
+    """Median time to the first token."""
+    between_p50_ms: float
+    """Time between messages of a stream, divided by the tokens each brought."""
+    between_p99_ms: float
+    accepted: float
+    """Drafted tokens accepted per target step."""
+    gamma: float
+    """Mean budget of the blocks asked for."""
+    share_drafting: float
+    """Share of steps that asked for a block."""
+    overhead_ms: float
+
+
+def prompts(count: int) -> list[str]:
+    """`count` different ones."""
+    return [*PROMPTS, *(f"Write a short poem about {topic}." for topic in TOPICS)][:count]
+
+
+def together(duo: Duo, texts: Sequence[str], tokens: int, **options: Any) -> list[Stream]:
+    """Answer all of them at once, a reader's thread for each."""
+    streams: list[Stream | None] = [None] * len(texts)
+    begin = threading.Barrier(len(texts) + 1)
+    started = 0.0
+
+    def read(i: int) -> None:
+        request = duo.request(texts[i], temperature=0.0, max_tokens=tokens, ignore_eos=True, **options)
+        begin.wait()
+        arrivals, ids = [], []
+        for message in duo.pipeline.stream(request):
+            if isinstance(message, Finished):
+                streams[i] = Stream(tuple(arrivals), tuple(ids), message.stats)
+            else:
+                arrivals.append((time.perf_counter() - started, len(message.tokens)))
+                ids += [token.id for token in message.tokens]
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(len(texts))]
+    for thread in threads:
+        thread.start()
+    started = time.perf_counter()
+    begin.wait()
+    for thread in threads:
+        thread.join()
+    return [stream for stream in streams if stream is not None]
+
+
+def figures(streams: Sequence[Stream]) -> Figures:
+    """Of one batch."""
+    ends = [stream.arrivals[-1][0] for stream in streams]
+    between = sorted(
+        1000 * (now - before) / count
+        for stream in streams
+        for (before, _), (now, count) in zip(stream.arrivals, stream.arrivals[1:], strict=False)
+        for _ in range(count)
+    )
+    steps = sum(stream.stats["target_steps"] for stream in streams)
+    gammas = [gamma for stream in streams for gamma in stream.stats["gamma_history"]]
+    return Figures(
+        tokens_per_s=sum(len(stream.ids) for stream in streams) / max(ends),
+        slowest=max(ends) / min(ends),
+        ttft_ms=statistics.median(1000 * stream.arrivals[0][0] for stream in streams),
+        between_p50_ms=between[len(between) // 2],
+        between_p99_ms=between[int(0.99 * (len(between) - 1))],
+        accepted=sum(stream.stats["accepted_tokens"] for stream in streams) / steps,
+        gamma=statistics.mean(gammas) if gammas else 0.0,
+        share_drafting=len(gammas) / steps,
+        overhead_ms=statistics.median(stream.stats["round_overhead_ms"]["p50"] for stream in streams),
+    )
+
+
+def run(counts: Sequence[int], tokens: int, repeats: int, settings: dict[str, object]) -> dict[str, Any]:
+    """Every batch, and medians over the repeats."""
+    settings = {"models.target.slots": max(counts), "models.target.max_seq_len": 512, **settings}
+    rows = []
+    with Duo(load_config(None, settings)) as duo:
+        together(duo, prompts(max(counts)), 16)  # every process has run once
+        for repeat in track(range(repeats), "rounds"):
+            for count in counts if repeat % 2 == 0 else reversed(counts):
+                ways = [{"draft": True}, {"draft": False}]
+                batches = {
+                    way["draft"]: together(duo, prompts(count), tokens, **way) for way in ways[:: (-1) ** repeat]
+                }
+                equal = sum(a.ids == b.ids for a, b in zip(batches[True], batches[False], strict=True))
+                rows.append({"streams": count, "equal": equal} | {d: figures(b) for d, b in batches.items()})
+        target = duo.pipeline.info.target
+        measured = duo.pipeline.describe().measured
+    machine = detect_machine()
+    return {
+        "when": time.strftime("%Y-%m-%d"),
+        "machine": {"cpu": machine.cpu, "cores": len(machine.cores), "python": platform.python_version()},
+        "versions": {name: version(name) for name in ("ray", "torch", "transformers", "llama-cpp-python")},
+        "target": {"dtype": target.dtype, "cores": target.cores},
+        "settings": settings,
+        "tokens": tokens,
+        "repeats": repeats,
+        "measured": measured,
+        "summary": {count: summary([row for row in rows if row["streams"] == count]) for count in counts},
+    }
+
+
+def summary(rows: Sequence[dict[Any, Any]]) -> dict[str, str]:
+    """Medians over the repeats of one number of streams."""
+
+    def median(name: str, draft: bool = True) -> float:
+        return statistics.median(getattr(row[draft], name) for row in rows)
+
+    ratios = [row[True].tokens_per_s / row[False].tokens_per_s for row in rows]
+    return {
+        "tokens/s": f"{median('tokens_per_s'):.1f}",
+        "draft off": f"{median('tokens_per_s', False):.1f}",
+        "ratio": f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+        "slowest/fastest end": f"{median('slowest'):.2f}",
+        "TTFT ms": f"{median('ttft_ms'):.0f} / {median('ttft_ms', False):.0f}",
+        "between p50 ms": f"{median('between_p50_ms'):.0f} / {median('between_p50_ms', False):.0f}",
+        "p99 ms": f"{median('between_p99_ms'):.0f} / {median('between_p99_ms', False):.0f}",
+        "accepted/step": f"{median('accepted'):.2f}",
+        "gamma": f"{median('gamma'):.1f}",
+        "steps that draft": f"{median('share_drafting'):.2f}",
+        "overhead ms": f"{median('overhead_ms'):.1f} / {median('overhead_ms', False):.1f}",
+        "equal": f"{sum(row['equal'] for row in rows)}/{sum(row['streams'] for row in rows)}",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", default="1,2,4,8,16", help="numbers of streams at once, separated by commas")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the pipeline")
+    parser.add_argument("--out", type=Path, help="write everything measured to this JSON file")
+    arguments = parser.parse_args()
+    counts = [int(part) for part in arguments.streams.split(",")]
+    settings: dict[str, object] = dict(item.split("=", 1) for item in arguments.set)
+    result = run(counts, arguments.tokens, arguments.repeats, settings)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1, default=str))
+    columns = list(next(iter(result["summary"].values())))
+    print("| streams | " + " | ".join(columns) + " |")
+    print("|---" * (len(columns) + 1) + "|")
+    for count, row in result["summary"].items():
+        print(f"| {count} | " + " | ".join(row.values()) + " |")
+    print(f"target: {result['target']}; measured: {result['measured']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Model actors without models: probability tables, a fixed time for each call, and a record of what was asked."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray
+
+from duo_ray.actors import wire
+from duo_ray.actors.draft import DraftInfo
+from duo_ray.actors.target import Judged, ProbsPick, TargetInfo
+from duo_ray.models.scripted import ScriptedDraft, ScriptedTarget, mixed_table, random_table
+from duo_ray.models.vocabulary import Strategy, VocabularyMatch, VocabularyReport
+from duo_ray.types import DraftBlock, DraftJob, DraftProbs, TargetReply, VerifyJob
+
+VOCAB = 16
+CONTEXT = 400
+TABLE = random_table(VOCAB, 1)
+
+
+class _Recording:
+    """What both actors have in common."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._busy = threading.Lock()
+        self._calls: list[list[tuple[str, int]]] = []
+
+    def calls(self) -> list[list[tuple[str, int]]]:
+        """(request id, tokens) of every job, call by call, since the last time."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    def held(self) -> set[str]:
+        with self._busy:
+            return self._model.held
+
+    def release(self, request_id: str) -> None:
+        with self._busy:
+            self._model.release(request_id)
+
+    def listen(self) -> tuple[str, str]:
+        path = wire.listen({self._verb: self._answer}, {"release": self.release})
+        return ray.get_runtime_context().get_node_id(), path
+
+    def die(self) -> None:
+        os._exit(1)
+
+
+class ScriptedTargetActor(_Recording):
+    """Stands in for `TargetActor`; a pass takes `seconds` and 1% more for every token."""
+
+    _verb = "verify"
+
+    def __init__(self, slots: int, seconds: float, once: str | None = None) -> None:
+        """`once`: a file that says that it was started before; it then takes 20 seconds."""
+        super().__init__(seconds)
+        if once is not None and Path(once).exists():
+            time.sleep(20.0)
+        elif once is not None:
+            Path(once).touch()
+        self._model = ScriptedTarget(TABLE, VOCAB, max_context=CONTEXT, slots=slots)
+
+    def describe(self) -> TargetInfo:
+        timings = tuple((n, self._seconds * (1 + 0.01 * n)) for n in (1, 2, 4, 8, 16, 32))
+        node = ray.get_runtime_context().get_node_id()
+        return TargetInfo(os.getpid(), node, "cpu", "float64", (), CONTEXT, self._model.slots, 0, timings)
+
+    def verify(
+        self,
+        jobs: Sequence[VerifyJob],
+        picks: Sequence[ProbsPick | None],
+        *probs: tuple[DraftProbs | None, ...] | bytes,
+    ) -> TargetReply:
+        read = [pickle.loads(each) if isinstance(each, bytes) else each for each in probs]
+        chosen = [None if pick is None else read[pick.argument][pick.entry] for pick in picks]
+        with self._busy:
+            self._calls.append([(job.context.request_id, len(job.context.ids) + len(job.block)) for job in jobs])
+            reply = self._model.verify(jobs, chosen)
+            time.sleep(self._seconds)
+            return reply
+
+    def _answer(self, argument: Judged, parts: wire.Parts) -> tuple[TargetReply, wire.Parts]:
+        return self.verify(*argument, *parts), ()
+
+
+class ScriptedDraftActor(_Recording):
+    """Stands in for `DraftActor`: right in most cases, `seconds` for each token of the longest block."""
+
+    _verb = "draft"
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self._model = ScriptedDraft(mixed_table(TABLE, random_table(VOCAB, 2), 0.2), VOCAB, max_context=CONTEXT)
+
+    def describe(self) -> DraftInfo:
+        timings = tuple((width, self._seconds * (1 + 0.1 * width)) for width in (1, 2, 4))
+        same = VocabularyMatch(VocabularyReport(VOCAB, VOCAB, VOCAB, None, VOCAB, (), ()), Strategy.SAME, "one table")
+        return DraftInfo(os.getpid(), ray.get_runtime_context().get_node_id(), (), VOCAB, CONTEXT, 0, timings, same)
+
+    def draft(self, jobs: Sequence[DraftJob]) -> tuple[list[DraftBlock], tuple[DraftProbs | None, ...]]:
+        with self._busy:
+            self._calls.append([(job.context.request_id, job.budget) for job in jobs])
+            answers = self._model.draft(jobs)
+            time.sleep(self._seconds * max(job.budget for job in jobs))
+        return [block for block, _ in answers], tuple(probs for _, probs in answers)
+
+    def _answer(self, jobs: Sequence[DraftJob], _parts: wire.Parts) -> tuple[list[DraftBlock], wire.Parts]:
+        blocks, probs = self.draft(jobs)
+        return blocks, (pickle.dumps(probs),)
