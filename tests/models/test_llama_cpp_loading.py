@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from duo_ray.models.llama_cpp import LlamaCppDraft
 from duo_ray.models.llama_library import LlamaCppError
+from duo_ray.types import UnknownPrefix
 from tests.models.drafting import CONTEXT, PROMPT, SAMPLED, VOCAB, Reference, assert_rows_are_fresh, make_job
 from tests.models.tiny_gguf import write_tiny_llama, write_tiny_mamba
 
@@ -98,3 +100,14 @@ def test_warm_up_stays_within_max_sequences(tiny_path: Path) -> None:
     draft = LlamaCppDraft.load(tiny_path, threads=1, max_context=64, max_sequences=2)
     assert {width for width, _ in draft.warm_up(1)} == {1, 2}
     draft.close()
+
+
+def test_logits_along_a_text_are_those_of_a_fresh_decode_and_leave_nothing_behind(
+    draft: LlamaCppDraft, reference: Reference
+) -> None:
+    rows = [row.copy() for row in draft.logits_along(PROMPT)]
+    assert len(rows) == len(PROMPT)
+    for i, row in enumerate(rows):
+        np.testing.assert_allclose(row, reference.logits(PROMPT[: i + 1]), atol=2e-3)
+    with pytest.raises(UnknownPrefix):
+        draft.draft([make_job((*PROMPT, 3), 2, request="", agreed=len(PROMPT))])
