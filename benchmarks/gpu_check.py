@@ -125,7 +125,7 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype) -> LlamaForCau
     torch.set_default_dtype(dtype)
     try:
         with device:
-            return LlamaForCausalLM(config).eval()
+            return LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
 
@@ -238,7 +238,8 @@ def bytes_per_pass(model: LlamaForCausalLM, context: int) -> int:
     weights = {id(p): p.nbytes for p in model.parameters()}
     if not config.tie_word_embeddings:
         del weights[id(model.get_input_embeddings().weight)]
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    heads = config.num_key_value_heads or config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * (config.hidden_size // config.num_attention_heads)
     return sum(weights.values()) + context * per_token * model.dtype.itemsize
 
 

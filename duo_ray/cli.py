@@ -1,4 +1,4 @@
-"""`duo-ray`: generate, check, doctor, plan, quantize."""
+"""`duo-ray`: generate, check, doctor, bench, plan, quantize."""
 
 from __future__ import annotations
 
@@ -231,6 +231,40 @@ def doctor(
         else:
             report.show(Console(highlight=False))
         raise typer.Exit(1 if report.problems else 0)
+
+
+@app.command()
+def bench(
+    out: Annotated[Path, typer.Option(help="Directory of the runs; an interrupted series goes on from there.")],
+    tasks: Annotated[str, typer.Option(help="Comma-separated, or all.")] = "all",
+    methods: Annotated[str, typer.Option(help="Comma-separated, or all.")] = "all",
+    prompts: Annotated[
+        Path | None, typer.Option(help="Directory of .jsonl files in Spec-Bench's form; default: the project's own.")
+    ] = None,
+    count: Annotated[int | None, typer.Option("--n", min=1, help="Prompts of each task; default: all.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 128,
+    seed: Annotated[int, typer.Option(help="Chooses the prompts, and the order of the methods.")] = 0,
+    target: TargetName = None,
+    draft: DraftName = None,
+    config: ConfigFile = None,
+    setting: Setting = None,
+) -> None:
+    """Measure this system against its own parts and against other engines on the same models; writes a report."""
+    with _user_errors():
+        try:
+            from benchmarks import series  # noqa: PLC0415
+        except ImportError as error:
+            raise DuoRayError(f"bench needs {error.name}: install it with pip install 'duo-ray[bench]'") from None
+        overrides = [f"{key}={value}" for key, value in series.DEFAULTS.items()]
+        settings = _config(config, [*overrides, *(setting or [])], target, draft, False)
+        with _bar() as bar:
+            task = bar.add_task("starting", total=None)
+            text = series.run(
+                settings, out, tasks=tasks, methods=methods, prompts=prompts, count=count, tokens=tokens, seed=seed,
+                progress=lambda what, done, total: bar.update(task, description=what, completed=done, total=total),
+            )  # fmt: skip
+        print(text)
+        errors.print(f"runs, results.json, report.md and plots are in {out}", highlight=False)
 
 
 @app.command()
