@@ -44,15 +44,17 @@ _LEGEND = (
 )
 
 
-def summarise(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, Any]]]:
+def summarise(runs: Sequence[Run], order: Sequence[str] = ()) -> dict[str, dict[str, dict[str, Any]]]:
     """Figures by task (and over all of them) and method: medians over the prompts.
 
-    phi is a method's tokens per second as a multiple of the target's alone on the same prompt.
+    phi is a method's tokens per second as a multiple of the target's alone on the same prompt. Methods come in `order`,
+    others after them.
     """
     good = [run for run in runs if run.error is None and run.tokens]
     base = {(run.task, run.prompt): run for run in good if run.method == BASELINE}
     tasks = list(dict.fromkeys(run.task for run in good))
-    methods = list(dict.fromkeys(run.method for run in runs))
+    found = list(dict.fromkeys(run.method for run in runs))
+    methods = [*(method for method in order if method in found), *(method for method in found if method not in order)]
     return {
         task: {
             method: figures(chosen, base)
@@ -134,7 +136,7 @@ def _largest(peaks: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 def write_report(runs: Sequence[Run], about: Mapping[str, Any], out: Path) -> str:
     """Write results.json and report.md; returns the Markdown."""
-    summary = summarise(runs)
+    summary = summarise(runs, about.get("plan", {}).get("methods", ()))
     failed = [{"task": r.task, "prompt": r.prompt, "method": r.method, "error": r.error} for r in runs if r.error]
     (out / "results.json").write_text(
         json.dumps({**about, "summary": summary, "failed": failed}, indent=1, ensure_ascii=False), encoding="utf-8"

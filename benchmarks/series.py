@@ -45,5 +45,5 @@ def run(
         raise DuoRayError(f"nothing was measured: {'; '.join(str(reason) for reason in reasons)}")
     progress("drawing", 1, 1)
     text = write_report(journal.runs, about, out)
-    write_plots(journal.runs, summarise(journal.runs), out)
+    write_plots(journal.runs, summarise(journal.runs, plan.methods), out)
     return text

@@ -194,3 +194,8 @@ def test_tasks_are_reported_apart_and_together():
     summary = report.summarise(runs)
     assert list(summary) == ["qa", "math", report.ALL]
     assert summary[report.ALL]["duo"]["runs"] == 2
+
+
+def test_methods_are_listed_in_the_order_they_were_asked_for():
+    runs = [run(method) for method in ("b", "target", "a")]
+    assert list(report.summarise(runs, ("target", "a"))["qa"]) == ["target", "a", "b"]
