@@ -16,6 +16,9 @@ import pytest
 # Every cluster of the tests wants a token, and none reads or leaves one in the user's home.
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+# Before torch is imported: on tiny models threads only wait for each other, on a busy machine ten times as long as they
+# compute. Whoever means more threads asks for them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

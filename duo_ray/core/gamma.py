@@ -292,7 +292,7 @@ class _Chance:
         self._short = self._decayed(self._short, self._SHORT**trials, yes, trials)
         if self._short[1] * _divergence(self._short[0] / self._short[1], self.value) > self._CONTRADICTION:
             # The short memory still holds a part of the past: what comes next shall count for more.
-            self._long = self._short = (self._short[0] / 2.0, self._short[1] / 2.0)
+            self._long = self._short = (self._short[0] / 5.0, self._short[1] / 5.0)
 
     @staticmethod
     def _decayed(counts: tuple[float, float], decay: float, yes: int, trials: int) -> tuple[float, float]:

@@ -174,7 +174,7 @@ def test_acceptance_that_falls_along_a_block_is_no_obstacle() -> None:
     for seed in range(4):
         loop, controller, costs = start(world, seed)
         steps += list(loop.run(controller, costs, 100))[20:]
-    assert earned(steps) >= 0.93 * rate(world, best_plan(world))
+    assert earned(steps) >= 0.95 * rate(world, best_plan(world))
 
 
 def test_blocks_of_two_sequences_are_planned_by_the_tail_they_yield() -> None:
@@ -195,14 +195,19 @@ def test_a_draft_slower_than_the_target_ends_plain() -> None:
     assert "x of plain decoding" in steps[-2].plan.reason
 
 
-def test_a_draft_that_recovers_is_found_out_by_a_paid_probe() -> None:
+def test_a_draft_that_recovers_is_found_out_by_the_next_paid_probe() -> None:
+    """Its first token tells, and takes a draft of half the target's speed one pass longer than the target.
+
+    2% of the time pays for that once in 50 steps. At the 3% that plain decoding may lose it could not be found out in
+    fewer than 33 steps.
+    """
     loop, controller, costs = start(World(ratio=0.5, token=0.9), 0)
     list(loop.run(controller, costs, 100))
     loop.world = World(ratio=12, token=0.9)
     steps = list(loop.run(controller, costs, 100))
     first = next(i for i, step in enumerate(steps) if step.plan.reason == "auto")
-    assert first <= 60
-    assert all(step.plan.reason == "auto" for step in steps[first + 5 :])
+    assert first <= 50
+    assert all(step.plan.reason == "auto" for step in steps[first:])
 
 
 def test_drafting_resumes_when_acceptance_recovers() -> None:
@@ -490,8 +495,8 @@ def test_acceptance_follows_a_sudden_change(before: float, after: float) -> None
     for i in range(20):
         hit = int(after * (i + 1)) > int(after * i)
         acceptance.observe(1, int(hit), hit)
-    assert acceptance.token == pytest.approx(after, abs=0.25)
-    assert acceptance.head == pytest.approx(after, abs=0.25)
+    assert acceptance.token == pytest.approx(after, abs=0.15)
+    assert acceptance.head == pytest.approx(after, abs=0.15)
 
 
 def test_a_copy_of_acceptance_lives_its_own_life() -> None:
