@@ -157,13 +157,23 @@ def _download(repository: str, patterns: list[str], *, local_only: bool = False)
 
     try:
         folder = huggingface_hub.snapshot_download(repository, allow_patterns=patterns, local_files_only=local_only)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # the client lets through what the libraries below it raise
         raise CatalogError(
-            f"{repository} is no local path and could not be fetched from the hub ({reason}): check the name and the"
-            " network, or give a directory"
+            f"{repository} is no local path and could not be fetched from the hub ({_hub_reason(error)}): check the"
+            " name and the network, or give a directory"
         ) from None
     return Path(folder)
+
+
+def _hub_reason(error: Exception) -> str:
+    from huggingface_hub import errors  # noqa: PLC0415
+
+    if isinstance(error, errors.GatedRepoError):
+        return "its owner wants to be asked for access: ask on its page, then set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "the hub has no such model, or it is private and HF_TOKEN is not set"
+    cause = error.__cause__ or error
+    return " ".join(f"{type(cause).__name__}: {cause}".split())
 
 
 def _download_draft(repository: str, quant: str) -> Path:
@@ -177,7 +187,10 @@ def _download_draft(repository: str, quant: str) -> Path:
         return folder
     if quant == "auto":
         raise CatalogError(f"set models.draft.quant to the file of {repository} to download, such as Q4_K_M")
-    return _download(repository, [f"*{quant}*.gguf", f"*{quant.lower()}*.gguf"])
+    folder = _download(repository, [f"*{quant}*.gguf", f"*{quant.lower()}*.gguf"])
+    if not _gguf_files(folder):
+        raise CatalogError(f"{repository} has no .gguf file of {quant}: look up which quantisations its page lists")
+    return folder
 
 
 def _gguf_files(folder: Path) -> list[Path]:
@@ -267,9 +280,13 @@ def _converted(header: GgufHeader, progress: Progress) -> Path:
             work = final.with_name(f"{final.name}.part")
             shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
             work.mkdir(parents=True)
-            _check_space(work, 4 * header.parameters)
-            _run_conversion(header.path, work, progress)
-            work.rename(final)
+            try:
+                _check_space(work, 4 * header.parameters)
+                _run_conversion(header.path, work, progress)
+                work.rename(final)
+            except BaseException:
+                shutil.rmtree(work, ignore_errors=True)
+                raise
     return final
 
 
