@@ -18,7 +18,7 @@ from duo_ray.metrics.series import SERIES, Kind, ray_name
 from duo_ray.metrics.tally import PENDING_LIMIT, Tally
 from duo_ray.types import DraftBlock, DraftSequence, FinishReason, Span
 
-TIMES = StepTimes(wall=0.1, target=0.08, overhead=0.004, plain=0.07)
+TIMES = StepTimes(target=0.08, overhead=0.004, plain=0.07)
 
 
 class Clock:
@@ -211,15 +211,17 @@ def test_gamma_sequences_and_times_are_means_of_the_last_seconds(tally, clock):
     assert tally.snapshot()["now"]["tokens_per_s"] == 0.0
 
 
-def test_the_speed_up_estimate_is_plain_time_over_real_time(tally):
+def test_the_speed_up_estimate_is_plain_time_over_the_time_between_outputs(tally, clock):
     stats = RequestStats(started=0.0)
     with RequestMeter(tally) as meter:
         meter.admitted()
-        advance(stats, tokens=3)
-        meter.step(stats, StepTimes(wall=0.1, target=0.08, overhead=0.0, plain=0.06))
-        advance(stats, tokens=1)
-        meter.step(stats, StepTimes(wall=0.1, target=0.08, overhead=0.0, plain=0.06))
-    assert tally.snapshot()["now"]["speedup_estimate"] == pytest.approx(4 * 0.06 / 0.2)
+        advance(stats)
+        meter.step(stats)
+        for seconds, tokens in ((0.1, 3), (0.1, 0), (0.2, 2)):  # waiting for others' rounds included
+            clock.now += seconds
+            advance(stats, tokens=tokens)
+            meter.step(stats, StepTimes(target=0.08, overhead=0.0, plain=0.06))
+    assert tally.snapshot()["now"]["speedup_estimate"] == pytest.approx(5 * 0.06 / 0.4, abs=1e-3)
 
 
 def test_acceptance_by_position_is_kept_out_of_judged(tally):

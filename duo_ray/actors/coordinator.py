@@ -463,7 +463,7 @@ class _Run:
         overhead = self._stats.timed(wall, judgement.span, lead_seconds, block_seconds)
         self._coordinator.learn_overhead(overhead)
         plain = self._coordinator.plain_seconds(judgement.requests)
-        self._meter.step(self._stats, StepTimes(wall.seconds, judgement.span.seconds, overhead, plain))
+        self._meter.step(self._stats, StepTimes(judgement.span.seconds, overhead, plain))
         self._note("coordinator", "step", wall)
 
     def _note(self, actor: str, name: str, span: Span, **details: int) -> None:

@@ -25,7 +25,8 @@ class Second:
     tokens: int = 0
     steps: int = 0
     timed_steps: int = 0
-    wall: float = 0.0
+    gaps: float = 0.0
+    """Time between the outputs of each stream, summed."""
     target: float = 0.0
     overhead: float = 0.0
     plain: float = 0.0
@@ -126,12 +127,12 @@ class Window:
 
     @property
     def speedup(self) -> float | None:
-        """ESTIMATE: seconds of plain passes the committed tokens would have taken, over the seconds their steps took.
+        """ESTIMATE: seconds of plain passes the committed tokens would have taken, over the time between outputs.
 
         A plain pass is T_target for one token of each request in the pass, as fitted from measured passes: what the
         system itself costs is not counted against plain decoding, so it is rather too low than too high.
         """
-        return self._ratio("plain", "wall")
+        return self._ratio("plain", "gaps")
 
     @property
     def blocks(self) -> Counter[int]:

@@ -97,7 +97,7 @@ SERIES: tuple[Series, ...] = (
     Series(
         SPEEDUP,
         Kind.GAUGE,
-        "ESTIMATE: plain passes (from T_target) the committed tokens would have taken, over real time.",
+        "ESTIMATE: plain passes (from T_target) the committed tokens would have taken, over the real time.",
     ),
     Series(TTFT, Kind.HISTOGRAM, "Seconds from arrival to the first token, queueing included.", bounds=_SECONDS),
     Series(INTER_TOKEN, Kind.HISTOGRAM, "Seconds between outputs of a stream (one step's tokens).", bounds=_SECONDS),

@@ -71,7 +71,6 @@ class StepCounts:
 class StepTimes:
     """Seconds of one decode step."""
 
-    wall: float
     target: float
     """The target pass that judged the request's block, beside those of others."""
     overhead: float
@@ -187,13 +186,13 @@ class Tally:
                 self._add(PLAIN_STEPS, done.plain_reason, 1)
             if gap is not None:
                 self._histograms[INTER_TOKEN].observe(gap)
+                second.gaps += gap
+                second.plain += times.plain * done.tokens if times is not None else 0.0
             if times is not None:
                 self._histograms[OVERHEAD].observe(times.overhead)
                 second.timed_steps += 1
-                second.wall += times.wall
                 second.target += times.target
                 second.overhead += times.overhead
-                second.plain += times.plain * done.tokens
 
     # --- reading
 

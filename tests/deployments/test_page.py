@@ -57,7 +57,7 @@ class MeteredEngine(ScriptedEngine):
                         stats.draft_tokens += 6
                         stats.drafted_seconds += 0.06
                     self.meter.tally.busy("target", 0.002)
-                    meter.step(stats, StepTimes(wall=0.1, target=0.08, overhead=0.0, plain=0.08))
+                    meter.step(stats, StepTimes(target=0.08, overhead=0.0, plain=0.08))
                 yield item
 
     def _fail(self, steps: int) -> None:
