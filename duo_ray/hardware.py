@@ -6,9 +6,11 @@ by the numbers `taskset` uses.
 
 from __future__ import annotations
 
+import getpass
 import importlib.util
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import Any
 
 import psutil
 import pynvml
+from filelock import BaseFileLock, FileLock, Timeout
 
 from duo_ray.config import Config, ConfigError, parse_cores
 
@@ -65,6 +68,8 @@ class Machine:
     gpus: tuple[Gpu, ...] = ()
     cpu_limit: float | None = None
     """Cores' worth of time a container may use (cgroup quota); None: no limit."""
+    claimed: frozenset[int] = frozenset()
+    """Cores that other pipelines on this machine run on; see `CoreClaims`."""
 
     @property
     def effective_cores(self) -> float:
@@ -178,6 +183,44 @@ def pin(cores: Sequence[int]) -> str | None:
     return None
 
 
+class CoreClaims:
+    """Which cores the pipelines on this machine run on: two of them must not crowd onto some and leave others idle.
+
+    A claim is a locked file for each core. The kernel drops it with the process, however that ends.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()
+        self._directory = directory or Path(tempfile.gettempdir()) / f"duo_ray-cores-{user}"
+        self._directory.mkdir(exist_ok=True)
+        self._held: list[BaseFileLock] = []
+
+    @contextmanager
+    def choosing(self) -> Iterator[frozenset[int]]:
+        """The cores that other pipelines have; within this block nobody else chooses."""
+        with FileLock(self._directory / "choosing"):
+            named = [int(file.name) for file in self._directory.iterdir() if file.name.isdecimal()]
+            yield frozenset(core for core in named if self._lock(core) is None)
+
+    def take(self, cores: Iterable[int]) -> None:
+        """Claim these, as far as nobody has them, until `release` or the end of this process."""
+        self._held += [lock for core in cores if (lock := self._lock(core)) is not None]
+
+    def release(self) -> None:
+        """Give all claims back."""
+        for lock in self._held:
+            lock.release()
+        self._held.clear()
+
+    def _lock(self, core: int) -> BaseFileLock | None:
+        lock = FileLock(self._directory / str(core), timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            return None
+        return lock
+
+
 def show_cores(cores: Iterable[int]) -> str:
     """Cores as `taskset` writes them: (0, 1, 2, 5) -> "0-2,5"."""
     ranges: list[list[int]] = []
@@ -267,7 +310,8 @@ def usable_cores(config: Config, machine: Machine) -> tuple[int, ...]:
     if count > len(cores):
         has = "this process may use" if affinity is None else "hardware.cpu_affinity names"
         raise ConfigError(f"hardware.cpu_cores is {count}, but {has} {len(cores)} cores: {show_cores(cores)}")
-    return cores[:count]
+    free_first = sorted(cores, key=lambda core: core in machine.claimed)
+    return tuple(sorted(free_first[:count]))
 
 
 def _check_allowed(machine: Machine, cores: Iterable[int]) -> None:

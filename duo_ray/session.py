@@ -101,6 +101,7 @@ class Duo:
     def close(self) -> None:
         """Free every process and resource."""
         self.pipeline.close()
+        self.prepared.claims.release()
 
     def __enter__(self) -> Duo:
         return self

@@ -1,6 +1,9 @@
 """Who gets which core, and what is refused on which machine."""
 
 import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from duo_ray import hardware
 from duo_ray.config import ConfigError, load_config
 from duo_ray.hardware import (
+    CoreClaims,
     CoreSplit,
     Gpu,
     Machine,
@@ -228,6 +232,49 @@ class TestCheck:
     def test_without_a_draft_all_cores_are_the_targets(self) -> None:
         config = load_config(overrides={"models.draft.model": None})
         assert plan_cores(config, machine(range(4))) == CoreSplit((0, 1, 2, 3), ())
+
+
+class TestClaims:
+    def test_a_pipeline_takes_cores_that_no_other_one_has(self, tmp_path: Path) -> None:
+        config = load_config(overrides={"hardware.cpu_cores": 3})
+        first, second = CoreClaims(tmp_path), CoreClaims(tmp_path)
+        with first.choosing() as claimed:
+            assert not claimed
+            first.take(usable_cores(config, replace(machine(range(8)), claimed=claimed)))
+        with second.choosing() as claimed:
+            assert claimed == {0, 1, 2}
+            assert usable_cores(config, replace(machine(range(8)), claimed=claimed)) == (3, 4, 5)
+
+    def test_cores_are_shared_when_there_are_too_few(self) -> None:
+        config = load_config(overrides={"hardware.cpu_cores": 3})
+        assert usable_cores(config, replace(machine(range(4)), claimed=frozenset({0, 1}))) == (0, 2, 3)
+
+    def test_released_cores_are_free_again(self, tmp_path: Path) -> None:
+        claims = CoreClaims(tmp_path)
+        claims.take([4, 5])
+        claims.release()
+        with CoreClaims(tmp_path).choosing() as claimed:
+            assert not claimed
+
+    def test_a_claim_ends_with_its_process_however_that_ends(self, tmp_path: Path) -> None:
+        code = """
+import sys, time
+from pathlib import Path
+from duo_ray.hardware import CoreClaims
+claims = CoreClaims(Path(sys.argv[1]))
+claims.take([4])
+print(flush=True)
+time.sleep(600)
+"""
+        with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            other.stdout.readline()
+            with CoreClaims(tmp_path).choosing() as claimed:
+                assert claimed == {4}
+            other.kill()
+            other.wait()
+            with CoreClaims(tmp_path).choosing() as claimed:
+                assert not claimed
 
 
 class TestDetection:

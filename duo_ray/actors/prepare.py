@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
 from duo_ray.actors.coordinator import CoordinatorSettings, PipelineInfo
@@ -14,7 +15,7 @@ from duo_ray.actors.launch import Footprint, PipelineSettings
 from duo_ray.actors.target import TargetSettings
 from duo_ray.config import Config
 from duo_ray.core.gamma import Policy
-from duo_ray.hardware import Machine, Plan, check_machine, detect_machine, make_plan, show_cores
+from duo_ray.hardware import CoreClaims, Machine, Plan, check_machine, detect_machine, make_plan, show_cores
 from duo_ray.models.calibration import Calibration, calibration_file, read_calibration, write_calibration
 from duo_ray.models.catalog import TargetFiles, context_length, resolve_draft, resolve_target
 from duo_ray.models.gguf_header import read_gguf
@@ -40,6 +41,8 @@ class Prepared:
     plan: Plan
     settings: PipelineSettings
     calibration_path: Path
+    claims: CoreClaims
+    """The cores above; to be released when the pipeline has ended."""
     notes: list[str] = field(default_factory=list)
     """What was chosen, and why, in sentences."""
 
@@ -55,10 +58,13 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
     Raises:
         ConfigError, DuoRayError: what cannot work, in one line.
     """
-    machine = detect_machine()
     anywhere = config.hardware.machine == "cluster"
-    notes = [] if anywhere else check_machine(config, machine)
-    plan = make_plan(config, machine)
+    claims = CoreClaims()
+    with claims.choosing() as claimed:
+        machine = replace(detect_machine(), claimed=claimed)
+        notes = [] if anywhere else check_machine(config, machine)
+        plan = make_plan(config, machine)
+        claims.take(chain(plan.target.cores, *(draft.cores for draft in plan.drafts)))
     files = resolve_target(config.models.target.model, progress=progress)
     draft = config.models.draft
     draft_path = None if draft.model is None else resolve_draft(draft.model, draft.quant, progress=progress)
@@ -124,7 +130,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
             calibration=kept.costs if kept is not None else None,
         ),
     )
-    return Prepared(config, machine, files, draft_path, tokenizer, plan, settings, calibration_path, notes)
+    return Prepared(config, machine, files, draft_path, tokenizer, plan, settings, calibration_path, claims, notes)
 
 
 def plan_footprint(config: Config, machine: Machine) -> Footprint:

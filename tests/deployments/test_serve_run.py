@@ -1,0 +1,49 @@
+"""The command that starts everything on a machine where no Ray runs, and what is left after Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.actors.conftest import SMALL
+from tests.deployments.conftest import descendants, healthy, listening, ray_directory, running
+from tests.deployments.test_app import alive
+
+URL = "http://127.0.0.1:8000"
+ARGUMENTS = [f"{name}={value}" for name, value in SMALL.items()]
+
+
+@pytest.mark.ray
+@pytest.mark.models
+def test_serve_run_answers_and_after_ctrl_c_nothing_is_left():
+    with ray_directory() as directory, running(["serve", "run", "deployments:app", *ARGUMENTS], directory) as command:
+        command.wait_until(lambda: healthy(URL))
+        body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
+        answer = httpx.post(f"{URL}/v1/chat/completions", json=body, timeout=120).json()
+        assert answer["usage"]["completion_tokens"] == 4
+        started = [child.pid for child in descendants(command.process.pid)]
+        assert len(started) > 4
+
+        os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
+        command.process.wait(120)
+        deadline = time.monotonic() + 60
+        while any(map(alive, started)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not any(map(alive, started)), command.log.read_text()
+        assert not listening(8000)
+
+
+def test_a_wrong_argument_ends_the_command_with_its_name():
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("serve")), "run", "deployments:app", "serving.que=3"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert done.stderr.strip().endswith("serving.que is not a setting; did you mean queue?")
