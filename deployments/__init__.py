@@ -10,6 +10,7 @@ The arguments of `app` are those of `duo-ray --config FILE --set section.key=val
 
 # No `from __future__ import annotations` here: Serve looks at the builder's annotation and needs the class itself.
 import json
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -110,7 +111,7 @@ def _tags() -> frozenset[str]:
         return tags_of_cluster()
     prefer_busy_workers()
     command = click.get_current_context(silent=True)
-    address = command.params.get("address") if command is not None else None
+    address = (command and command.params.get("address")) or os.environ.get("RAY_ADDRESS")
     if canonicalize_bootstrap_address(address) is None:
         return frozenset()  # it will be a Ray of this machine alone
     connect(address or "auto")

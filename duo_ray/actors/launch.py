@@ -180,8 +180,10 @@ def _start(
 
 def tags_of_cluster() -> frozenset[str]:
     """Those of `TAGS` that nodes of this cluster have, or nodes that its autoscaler may start."""
-    startable = cluster_state.get_max_resources_from_cluster_config() or {}
-    return TAGS & {*ray.cluster_resources(), *startable}
+    found = TAGS & set(ray.cluster_resources())
+    if ray.util.client.ray.is_connected():
+        return found  # from outside a cluster its autoscaler cannot be asked
+    return found | TAGS & set(cluster_state.get_max_resources_from_cluster_config() or {})
 
 
 def new_request_id() -> str:
