@@ -33,7 +33,7 @@ from tests.prompts import PROMPTS
 pytestmark = pytest.mark.models
 
 PLAN = Plan(lead=2, gamma=5, overlap=True, reason="test")
-COUNT = 20
+COUNT = 16
 
 
 @pytest.fixture(scope="module")
@@ -91,29 +91,27 @@ def test_two_families_share_most_tokens_of_the_smaller_vocabulary(vocabularies):
 @pytest.mark.parametrize("direction", ["gemma for smollm", "smollm for gemma"])
 def test_greedy_ids_equal_the_targets_own_under_both_strategies(direction, demo_gguf, demo_target, gemma_gguf,
                                                                 gemma_target):  # fmt: skip
-    """What `benchmarks.exactness --pairs` does for 40 prompts, for two."""
+    """What `benchmarks.exactness --drafts` does for 40 prompts, for the one with the most awkward characters."""
     from duo_ray.models.transformers import TransformersTarget
 
     path, gguf = (demo_target, gemma_gguf) if direction == "gemma for smollm" else (gemma_target, demo_gguf)
     target = TransformersTarget.load(path, slots=2, max_context=256)
     tokenizer = Tokenizer.load(path)
+    prompt = tokenizer.chat([{"role": "user", "content": PROMPTS[31]}])
 
-    def answer(ids, draft=None, max_sequences=1):
-        run = decoding(SamplingParams(temperature=0.0), PLAN, prompt=ids, max_tokens=COUNT, max_sequences=max_sequences)
+    def answer(draft=None, max_sequences=1):
+        params = SamplingParams(temperature=0.0)
+        run = decoding(params, PLAN, prompt=prompt, max_tokens=COUNT, max_sequences=max_sequences)
         for _ in decode(run, target, draft):
             pass
-        return run.generation.token_ids, run.stats
+        return run.generation.token_ids
 
-    prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in (PROMPTS[0], PROMPTS[31])]
-    alone = [answer(ids)[0] for ids in prompts]
+    alone = answer()
     for strategy in ("string", "intersection"):
         model = LlamaCppDraft.load(gguf, threads=1, max_context=512, slots=2, max_sequences=4)
         draft, match = adapt(model, tokenizer, strategy)
         assert match.strategy == strategy
-        for max_sequences in (1, 4):
-            drafted = [answer(ids, draft, max_sequences) for ids in prompts]
-            assert [ids for ids, _ in drafted] == alone
-            assert sum(stats.accepted_tokens for _, stats in drafted) > 0
+        assert [answer(draft, max_sequences) for max_sequences in (1, 4)] == [alone, alone]
         model.close()
 
 
