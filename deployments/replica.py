@@ -16,6 +16,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.util.placement_group import get_current_placement_group
 
+from deployments.callers import Callers
 from deployments.openai_api import create_api
 from duo_ray.actors.coordinator import Coordinator
 from duo_ray.actors.launch import plain_error, start_models
@@ -65,6 +66,7 @@ class Replica:
             info = await self._coordinator.start()
         except RayError as error:
             raise plain_error(error) from error
+        self._callers = Callers(self._coordinator.cancel)
         prepared.keep_calibration(info)
         for match in dict.fromkeys(draft.vocabulary for draft in info.drafts):
             if not match.report.same:
@@ -73,16 +75,23 @@ class Replica:
         self.max_context = info.target.max_context
         self._slots = info.target.slots
 
-    async def stream(self, prompt: Prompt | Request, **options: Any) -> AsyncGenerator[Delta | Finished, None]:
-        """Tokens of one answer as they become certain, then `Finished`; see `Engine.stream`."""
+    async def stream(
+        self, prompt: Prompt | Request, *, job: str | None = None, **options: Any
+    ) -> AsyncGenerator[Delta | Finished, None]:
+        """Tokens of one answer as they become certain, then `Finished`; see `Engine.stream`.
+
+        Args:
+            job: id of the caller's Ray job; the stream ends with it. A caller that only goes away cancels by itself.
+        """
         request = self._request(prompt, options)
         if self._streams >= self._slots + self.config.serving.queue:
             raise Overloaded(self._streams - self._slots, self.config.serving.retry_after_s)
         self._streams += 1
         try:
-            async with contextlib.aclosing(self._coordinator.generate(request)) as items:
-                async for item in items:
-                    yield item
+            with contextlib.nullcontext() if job is None else self._callers.waiting(request.request_id, job):
+                async with contextlib.aclosing(self._coordinator.generate(request)) as items:
+                    async for item in items:
+                        yield item
         except RayError as error:
             raise plain_error(error) from error
         finally:

@@ -142,16 +142,17 @@ class _DirectStreams:
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle.options(stream=True)
+        self._job = ray.get_runtime_context().get_job_id()
 
     def open(self, prompt: Prompt, options: dict[str, Any]) -> Items:
-        response = self._handle.stream.remote(prompt, **options)
+        response = self._handle.stream.remote(prompt, job=self._job, **options)
         try:
             yield from response
         finally:
             response.cancel()  # of no effect on a stream that has ended
 
     async def aopen(self, prompt: Prompt, options: dict[str, Any]) -> AsyncItems:
-        response = self._handle.stream.remote(prompt, **options)
+        response = self._handle.stream.remote(prompt, job=self._job, **options)
         try:
             async for item in response:
                 yield item
@@ -177,12 +178,16 @@ class _PolledStreams:
     async def aopen(self, prompt: Prompt, options: dict[str, Any]) -> AsyncItems:
         stream = uuid.uuid4().hex
         self._relay.open.remote(stream, prompt, options)
+        news = self._relay.poll.remote(stream).as_future()
         try:
-            while items := await self._relay.poll.remote(stream):
+            while items := await asyncio.shield(news):
                 for item in items:
                     yield item
+                news = self._relay.poll.remote(stream).as_future()
         finally:
             self._relay.close.remote(stream)
+            # Ray Client breaks when an answer comes that nobody waits for any more; closing brings it.
+            await asyncio.wait([news])
 
 
 class _Relay:
@@ -230,10 +235,10 @@ class _Relay:
         return items
 
     def close(self, stream: str) -> None:
-        """End a stream, if it has not ended, and forget it."""
-        self._news.pop(stream, None)
+        """End a stream, if it has not ended, answer whoever still asks for its news, and forget it."""
         if stream in self._tasks:
             self._tasks.pop(stream).cancel()
+            self._news.pop(stream).put_nowait(None)
 
 
 def _app_handle(app_name: str) -> DeploymentHandle:

@@ -15,9 +15,12 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+import grpc
 import ray
+from ray._private.grpc_utils import init_grpc_channel
 from ray._private.state import state as cluster_state
 from ray.actor import ActorHandle
+from ray.core.generated import ray_client_pb2, ray_client_pb2_grpc
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -30,6 +33,8 @@ from duo_ray.types import Delta, DuoRayError, Finished, Request
 
 NAMESPACE = "duo_ray"
 CONNECT_LIMIT_S = 10.0
+CLIENT_START_LIMIT_S = 90.0
+"""A Ray Client server that answers then starts a process for the client, which takes a busy machine its time."""
 PLACEMENT_LIMIT_S = 60.0
 COORDINATOR_MEMORY = 256 * 2**20
 """Bytes its bundle reserves: a bundle must reserve something, and the coordinator needs next to no CPU."""
@@ -246,6 +251,10 @@ def connect(address: str) -> None:
     Raises:
         DuoRayError: no cluster there, no answer, or a refusal.
     """
+    limit = CONNECT_LIMIT_S
+    if address.startswith("ray://"):
+        _ping_client_server(address)
+        limit = CLIENT_START_LIMIT_S
     failure: list[BaseException] = []
 
     def init() -> None:
@@ -256,15 +265,31 @@ def connect(address: str) -> None:
 
     thread = threading.Thread(target=init, daemon=True)
     thread.start()
-    thread.join(CONNECT_LIMIT_S)
+    thread.join(limit)
     if thread.is_alive():
-        raise DuoRayError(
-            f"Ray at {address}: no answer within {CONNECT_LIMIT_S:.0f} s. Is the cluster running there? If it "
-            "wants a token, set RAY_AUTH_MODE=token and put the head node's token into ~/.ray/auth_token "
-            "(a new one: ray get-auth-token --generate)"
-        )
+        raise _no_way_in(address, f"no answer within {limit:.0f} s")
     if failure:
-        raise DuoRayError(f"Ray at {address}: {_reason(failure[0])}") from failure[0]
+        raise _no_way_in(address, _reason(failure[0])) from failure[0]
+
+
+def _ping_client_server(address: str) -> None:
+    """Whether a Ray Client server is there and takes our token; it answers before it starts a process for us."""
+    channel = init_grpc_channel(address.removeprefix("ray://"))
+    ping = ray_client_pb2.ClusterInfoRequest(type=ray_client_pb2.ClusterInfoType.PING)
+    try:
+        ray_client_pb2_grpc.RayletDriverStub(channel).ClusterInfo(ping, timeout=CONNECT_LIMIT_S)
+    except grpc.RpcError as error:
+        raise _no_way_in(address, str(error.details())) from error
+    finally:
+        channel.close()
+
+
+def _no_way_in(address: str, why: str) -> DuoRayError:
+    return DuoRayError(
+        f"Ray at {address}: {why.rstrip('.')}. Is the cluster running there? If it wants a token, set "
+        "RAY_AUTH_MODE=token and put the head node's token into ~/.ray/auth_token (a new one: ray get-auth-token "
+        "--generate)"
+    )
 
 
 def _place(bundles: Sequence[dict[str, float]]) -> PlacementGroup:

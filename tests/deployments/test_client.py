@@ -100,7 +100,11 @@ with DuoClient(sys.argv[1]) as client:
 def test_a_client_that_is_killed_leaves_no_work_behind(service, way):
     """Case 18: nobody is left to cancel."""
     with one_cancelled(service.url):
-        program = subprocess.Popen([sys.executable, "-c", PROGRAM, getattr(service, way)], stdout=subprocess.PIPE)
+        program = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, getattr(service, way)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "RAY_CLIENT_RECONNECT_GRACE_PERIOD": "0"},  # Ray Client's own wait, 30 s
+        )
         assert program.stdout.readline() == b"token\n"
         program.send_signal(signal.SIGKILL)
         program.communicate()

@@ -22,12 +22,18 @@ ARGUMENTS = [f"{name}={value}" for name, value in SMALL.items()]
 
 @pytest.mark.ray
 @pytest.mark.models
-def test_serve_run_answers_and_after_ctrl_c_nothing_is_left():
+def test_serve_run_answers_a_client_finds_it_and_after_ctrl_c_nothing_is_left():
     with ray_directory() as directory, running(["serve", "run", "deployments:app", *ARGUMENTS], directory) as command:
         command.wait_until(lambda: healthy(URL))
         body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
         answer = httpx.post(f"{URL}/v1/chat/completions", json=body, timeout=120).json()
         assert answer["usage"]["completion_tokens"] == 4
+        found = subprocess.run(
+            [sys.executable, "-c", "from duo_ray import DuoClient\nprint(DuoClient().generate('Hi').text)"],
+            env={**os.environ, "RAY_TMPDIR": str(directory)}, capture_output=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert found.stdout.strip(), found.stderr
+
         started = [child.pid for child in descendants(command.process.pid)]
         assert len(started) > 4
 
