@@ -102,6 +102,8 @@ class Coordinator:
         self._rounds: Rounds[_Run] = Rounds(self._begin_round)
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._queued = 0
+        self._planned = 0.0
+        """Estimate of this round's draft call, seconds."""
 
     async def start(self) -> PipelineInfo:
         """Wait until every actor is loaded and warm, and take over their measured times."""
@@ -206,7 +208,15 @@ class Coordinator:
         seats = [run.decoding.seat() for run in sharing]
         plans = dict(zip(sharing, self._budget.plan(seats, rows=rows, drafts=len(self._drafts)), strict=True))
         chunk = self._chunk(runs)
-        return [run for run in runs if run.begin_round(plans.get(run), chunk)]
+        leading = [run for run in runs if run.begin_round(plans.get(run), chunk)]
+        self._planned = self._draft_seconds([run.decoding.gamma for run in runs if not run.prefilling])
+        return leading
+
+    def _draft_seconds(self, gammas: Sequence[int]) -> float:
+        """Estimate of one draft call: decode k advances every block longer than k."""
+        drafts = max(1, len(self._drafts))
+        widths = [sum(gamma > k for gamma in gammas) for k in range(max(gammas, default=0))]
+        return sum(self._costs.draft_seconds(max(1.0, width / drafts)) for width in widths)
 
     def _chunk(self, runs: Sequence[_Run]) -> int:
         """Prompt tokens each request may prefill in a round.
@@ -271,14 +281,16 @@ class Coordinator:
         """Seconds to wait from now for `budget` drafted tokens asked for at time `sent`; None: as long as it takes.
 
         Half as long again as they should take, and no less than a plain pass of a request alone: while one is waited
-        for, the other could have been done. Others wait too: then no more than half of that. A reproducible request
-        waits, whatever the time.
+        for, the other could have been done. When others wait too, a quarter of that. A reproducible request waits,
+        whatever the time.
         """
         if request.reproducible:
             return None
-        rows = len(self._rounds)
-        expected = budget * self._costs.draft_seconds(rows / max(1, len(self._drafts)))
-        return max(self._costs.target_seconds(1) / min(2, rows), sent + 1.5 * expected - time.time())
+        if len(self._rounds) == 1:
+            least, expected = self._costs.target_seconds(1), budget * self._costs.draft_seconds(1)
+        else:
+            least, expected = self._costs.target_seconds(1) / 4, self._planned
+        return max(least, sent + 1.5 * expected - time.time())
 
 
 class _Run:
@@ -345,7 +357,7 @@ class _Run:
             # Shown at once: the first token does not wait for the draft's prompt pass.
             emit(tokens + decoding.settle())
             tokens, stats.first_token = [], time.time()
-        waits = job is not None and not first and not decoding.probing
+        waits = job is not None and not first and decoding.worth_waiting
         patience = self._coordinator.patience(self._request, job.budget, sent) if job is not None and waits else 0.0
         block = await self._collect(patience)
         # One message a step: each costs the processes at both ends time that the models could use.

@@ -25,7 +25,9 @@ _FINE = 8
 """Leads and gammas up to this are all tried, beyond it those about a quarter apart."""
 
 _FAR_BEHIND = 8
-"""Tokens a draft has to read before it can write: with more, a lead would keep the others waiting."""
+"""Ids a draft has to read before it can write: with more, the others would wait for that."""
+_READ_ALONE = 32
+"""Ids read in one call when nobody waits for another block of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +94,32 @@ class SharedBudget:
             self._gap = self._wait = 1
             other = Plan(0, 0, False, f"plain: others' tokens are likelier, {rows} requests")
             plans = [other] * len(seats)
-            for i in self._ranked(seats)[:drafting]:
-                lead = shared.lead if seats[i].behind <= _FAR_BEHIND else 0
-                plans[i] = Plan(lead, shared.gamma, shared.overlap, "auto")
+            chosen = self._ranked(seats)[:drafting]
+            behind = [i for i in chosen if seats[i].behind > _FAR_BEHIND]
+            for i in chosen:
+                plans[i] = Plan(shared.lead, shared.gamma, shared.overlap, "auto")
+            for i in behind:
+                plans[i] = Plan(0, 0, False, "draft reads")
+            for i in behind[:drafts]:
+                read = min(seats[i].behind, self._readable(rows, len(chosen) - len(behind), shared))
+                plans[i] = Plan(0, 0, False, "draft reads", read=read)
         elif (probe := self._probe(rows)) is not None:
-            longest = max(range(len(seats)), key=lambda i: self._idle[seats[i].controller])
-            plans[longest] = probe
+            # One that has little to read, else the one that has waited longest.
+            near = [i for i, seat in enumerate(seats) if seat.behind <= _READ_ALONE] or range(len(seats))
+            plans[max(near, key=lambda i: self._idle[seats[i].controller])] = probe
         for seat, plan in zip(seats, plans, strict=True):
-            if plan.gamma or plan.lead:
+            if plan.gamma or plan.lead or plan.read:
                 self._idle[seat.controller] = 0
         return plans
+
+    def _readable(self, rows: int, writing: int, shared: Plan) -> int:
+        """Ids a draft can read beside what it writes while the target is busy."""
+        if not writing:
+            return _READ_ALONE
+        costs = self._costs
+        spare = costs.target_seconds(rows) - (shared.gamma - 1) * costs.draft_seconds(writing)
+        widths = np.arange(1.0, _READ_ALONE + 1)
+        return max(_FAR_BEHIND, int(np.searchsorted(costs.draft_curve(writing + widths), spare)))
 
     def _ranked(self, seats: Sequence[Seat]) -> list[int]:
         """Seats by what a drafted token is worth now: its block counts only if all of the one in hand is accepted."""

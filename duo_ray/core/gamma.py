@@ -80,6 +80,8 @@ class Plan:
     overlap: bool
     reason: str
     """For people: why this and not another."""
+    read: int = 0
+    """Ids the draft is to read in a step in which it writes nothing: it is too far behind to write in time."""
 
 
 # --- what things cost -------------------------------------------------------------------------------------------

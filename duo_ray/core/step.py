@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from duo_ray.core.budget import Seat
+from duo_ray.core.context import common_prefix
 from duo_ray.core.gamma import PROBE, GammaController, Plan
 from duo_ray.core.request import Detokenizer, Generation
 from duo_ray.core.stats import RequestStats
@@ -114,6 +115,7 @@ class Decoding(Generic[Probs]):
         self._ending: _Ending | None = None
         self._target_agreed = 0
         self._draft_agreed = 0
+        self._draft_holds = 0  # at least so many of the ids are in the draft's cache
         self._step = -1
         stats.prompt_tokens = len(request.prompt)
 
@@ -157,7 +159,7 @@ class Decoding(Generic[Probs]):
 
     def seat(self) -> Seat:
         """What `core.budget` has to know of this request."""
-        return Seat(self.controller, len(self._hand.ids), len(self.generation.log) - self._draft_agreed)
+        return Seat(self.controller, len(self._hand.ids), len(self.generation.log) - self._draft_holds)
 
     def _bounded_plan(self, without_draft: str | None, shared: Plan | None) -> Plan:
         obstacle = self._obstacle(without_draft)
@@ -172,7 +174,7 @@ class Decoding(Generic[Probs]):
         gamma = min(plan.gamma, room * self._max_sequences) if plan.overlap else 0
         if len(self.generation.log) + held + max(0, gamma) > self._draft_context:
             return Plan(0, 0, False, f"the draft's context of {self._draft_context} tokens is full")
-        return Plan(max(0, lead), max(0, gamma), plan.overlap, plan.reason)
+        return Plan(max(0, lead), max(0, gamma), plan.overlap, plan.reason, plan.read)
 
     def verify_job(self, chunk: int) -> VerifyJob:
         """The block in hand, for the target to judge; an empty one is plain decoding.
@@ -201,15 +203,21 @@ class Decoding(Generic[Probs]):
         return self._draft_job(self._plan.lead, bets=False) if self._plan.lead else None
 
     def draft_job(self) -> DraftJob | None:
-        """The block to write beside the target's pass, betting that the block in hand is accepted."""
-        return self._draft_job(self._plan.gamma, bets=True) if self._plan.gamma and self._sent is None else None
+        """The block to write beside the target's pass, betting that the block in hand is accepted; or only reading."""
+        if self._sent is not None or not (self._plan.gamma or self._plan.read):
+            return None
+        return self._draft_job(self._plan.gamma, bets=True)
 
     def _draft_job(self, budget: int, *, bets: bool) -> DraftJob:
-        assumed = self._hand.ids
-        self._sent = _Sent(len(self.generation.log), assumed, budget)
-        self.stats.gamma_history.append(budget)
+        length = len(self.generation.log)
+        if budget:
+            base, assumed = length, self._hand.ids
+            self.stats.gamma_history.append(budget)
+        else:
+            base, assumed = min(length, self._draft_holds + self._plan.read), ()
+        self._sent = _Sent(base, assumed, budget)
         return DraftJob(
-            self._context(self._draft_agreed, extra=assumed),
+            self._context(self._draft_agreed, end=base, extra=assumed),
             assumed=len(assumed),
             budget=budget,
             max_sequences=self._max_sequences if bets else 1,
@@ -242,7 +250,7 @@ class Decoding(Generic[Probs]):
 
     def draft_lost(self) -> None:
         """The draft does not hold this request any more, and the job in flight has no answer."""
-        self._draft_agreed = 0
+        self._draft_agreed = self._draft_holds = 0
         self._sent = None
         self.stats.draft_losses += 1
 
@@ -256,13 +264,18 @@ class Decoding(Generic[Probs]):
         return self._plan.lead > 0
 
     @property
-    def probing(self) -> bool:
-        """Whether this step's block only tells how good the draft is: it is not worth waiting for."""
-        return self._plan.reason == PROBE
+    def worth_waiting(self) -> bool:
+        """Whether this step's block is: one that only tells how good the draft is, is not."""
+        return self._plan.gamma > 0 and self._plan.reason != PROBE
+
+    @property
+    def gamma(self) -> int:
+        """Budget of this step's block."""
+        return self._plan.gamma
 
     def hold(self, block: DraftBlock, probs: Probs | None) -> None:
         """The lead came back: it is the block in hand."""
-        self._receive(block)
+        self._draft_holds = self._receive(block).base
         self._hand = _Hand(block.sequences[0].ids, probs) if block.sequences else _Hand()
 
     def commit(self, verdict: Verdict) -> list[Token]:
@@ -285,6 +298,9 @@ class Decoding(Generic[Probs]):
         committed = tuple(log.ids[sent.base :])
         if ending is not None and not ending.settled and ending.verdict.token is not None:
             committed += (ending.verdict.token,)
+        self._draft_holds = sent.base + common_prefix(sent.assumed, committed)
+        if sent.gamma == 0:
+            return
         found = continuation(block, sent.assumed, committed)
         place = len(sent.assumed)
         if ending is not None and len(committed) > place and committed[:place] == sent.assumed:
@@ -331,7 +347,8 @@ class Decoding(Generic[Probs]):
         if self._draft_agreed == 0 and not self.stats.draft_tokens:
             self.stats.draft_cached_tokens = min(block.length - block.prompt_tokens, self.stats.prompt_tokens)
         self._draft_agreed = sent.base
-        self.stats.drafted(block)
+        if sent.gamma:
+            self.stats.drafted(block)
         return sent
 
     def _commit_drawn(self, ending: _Ending, origin: Origin) -> list[Token]:

@@ -465,7 +465,7 @@ class _Stream:
         if first:
             decoding.settle()
             self.stats.first_token = clock.now
-        waits = job is not None and not first and not decoding.probing
+        waits = job is not None and not first and decoding.worth_waiting
         patience = self._patience(job, sent) if job is not None and waits else 0.0
         if not decoding.finished:
             yield from self._wait(patience)

@@ -183,11 +183,20 @@ def test_the_reason_of_plain_decoding_names_the_gain_and_the_load() -> None:
     assert any("x of plain decoding, 5 requests" in plan.reason for plan in plans)
 
 
-def test_a_draft_far_behind_is_asked_for_no_lead() -> None:
+def test_a_draft_far_behind_reads_one_request_at_a_time_beside_what_it_writes() -> None:
     policy, costs = Policy(draft_budget=4, lead=3), known_costs(40)
     behind = seats(3, policy, costs, behind=100)
     plans = SharedBudget(policy, costs).plan([*behind, *seats(1, policy, costs)], rows=4)
-    assert [plan.lead for plan in plans] == [0, 0, 0, 3]
+    assert [(plan.lead, plan.gamma) for plan in plans] == [(0, 0), (0, 0), (0, 0), (3, 4)]
+    assert [plan.read > 0 for plan in plans] == [True, False, False, False]
+    assert costs.draft_seconds(1 + plans[0].read) <= 1.2 * costs.target_seconds(4)
+
+
+def test_a_draft_with_nothing_else_to_do_reads_more_at_once_but_not_more_than_there_is() -> None:
+    policy, costs = Policy(draft_budget=4), known_costs(12)
+    for behind, read in ((100, 32), (20, 20)):
+        plans = SharedBudget(policy, costs).plan(seats(2, policy, costs, behind=behind), rows=2, drafts=2)
+        assert [plan.read for plan in plans] == [read, read]
 
 
 def test_without_overlap_a_probe_is_a_short_lead() -> None:

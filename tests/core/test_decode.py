@@ -57,6 +57,20 @@ def test_a_prompt_prefilled_in_chunks_gives_the_same_ids(chunk):
     assert [token.id for token in tokens] == greedy_ids(TABLE, prompt, 12)
 
 
+@pytest.mark.parametrize("read", [3, 100])
+def test_a_draft_that_only_reads_for_some_steps_goes_on_where_it_is(read, monkeypatch):
+    """The draft of a request that shares it with others may be far behind: it reads piece by piece, then writes."""
+    reads, writes = Plan(0, 0, False, "reads", read=read), Plan(2, 4, True, "writes")
+    plans = itertools.cycle([PLAIN, PLAIN, reads, reads, PLAIN, *[writes] * 6])
+    monkeypatch.setattr(Fixed, "plan", lambda _: next(plans))
+    prompt = tuple(i % VOCAB for i in range(1, 10))
+    one, tokens = run(GREEDY, PLAIN, prompt=prompt, draft_table=TABLE, max_tokens=60)
+    assert [token.id for token in tokens] == greedy_ids(TABLE, prompt, 60)
+    assert one.stats.reasons["reads"] >= 2
+    assert 0 not in one.stats.gamma_history
+    assert one.stats.accepted_tokens > 20
+
+
 @pytest.mark.parametrize("sequences", [1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_model_drafting_for_itself_is_accepted_entirely(temperature, sequences):
