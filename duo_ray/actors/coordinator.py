@@ -104,6 +104,9 @@ class Coordinator:
         self._queued = 0
         self._planned = 0.0
         """Estimate of this round's draft call, seconds."""
+        self._began = 0.0
+        self._ordinary: frozenset[_Run] = frozenset()
+        """The requests of the round before; none if one of them was in its prefill."""
 
     async def start(self) -> PipelineInfo:
         """Wait until every actor is loaded and warm, and take over their measured times."""
@@ -206,7 +209,11 @@ class Coordinator:
         rows = len(self._rounds)
         sharing = [run for run in runs if run.shares_budget] if rows > 1 else []
         seats = [run.decoding.seat() for run in sharing]
-        plans = dict(zip(sharing, self._budget.plan(seats, rows=rows, drafts=len(self._drafts)), strict=True))
+        now, ordinary = time.time(), self._ordinary
+        elapsed = now - self._began if ordinary == frozenset(runs) else None
+        self._began, self._ordinary = now, frozenset(runs if not any(run.prefilling for run in runs) else ())
+        drafts = len(self._drafts)
+        plans = dict(zip(sharing, self._budget.plan(seats, rows=rows, drafts=drafts, elapsed=elapsed), strict=True))
         chunk = self._chunk(runs)
         leading = [run for run in runs if run.begin_round(plans.get(run), chunk)]
         self._planned = self._draft_seconds([run.decoding.gamma for run in runs if not run.prefilling])

@@ -52,13 +52,14 @@ class _Choice(NamedTuple):
 class SharedBudget:
     """Plans rounds of several requests. Like the controllers, it draws no random numbers and reads no clock."""
 
-    _LEAVE, _RETURN = 1.01, 1.03
+    _LEAVE, _RETURN = 1.02, 1.05
     _SWITCH = 1.01
     _PROBE_SHARE = 0.01
     _SAVED_ROUNDS = 2.0
     _FREE_GAP, _LONGEST_GAP = 6, 256
     _PATIENCE = 0.3
     """How much more a request's tokens count for every round in which it did not draft: equals take turns."""
+    _LEARNING, _FORGETTING = 0.2, 0.01
 
     def __init__(self, policy: Policy, costs: Costs) -> None:
         self._policy, self._costs = policy, costs
@@ -72,14 +73,20 @@ class SharedBudget:
         """For how many rounds each request has not drafted."""
         self._savings = 0.0
         self._gap = self._wait = 1
+        self._slower = {False: 0.0, True: 0.0}
+        """How much longer rounds without and with drafting take than they should, log-seconds."""
+        self._expected: tuple[bool, float] | None = None
+        """Whether the round before drafted, and how long it should have taken."""
 
-    def plan(self, seats: Sequence[Seat], *, rows: int, drafts: int = 1) -> list[Plan]:
+    def plan(self, seats: Sequence[Seat], *, rows: int, drafts: int = 1, elapsed: float | None = None) -> list[Plan]:
         """A plan for each seat.
 
         Args:
             rows: requests of the coming round, those without a seat included.
             drafts: draft actors the seats are spread over.
+            elapsed: seconds since the round before began, if nothing out of the ordinary happened in it.
         """
+        self._learn(elapsed)
         if not seats:
             return []
         if rows == 1:
@@ -110,7 +117,32 @@ class SharedBudget:
         for seat, plan in zip(seats, plans, strict=True):
             if plan.gamma or plan.lead or plan.read:
                 self._idle[seat.controller] = 0
+        self._expected = bool(drafting), self._seconds(seats, plans, rows, drafts)
         return plans
+
+    def _seconds(self, seats: Sequence[Seat], plans: Sequence[Plan], rows: int, drafts: int) -> float:
+        """How long the coming round should take."""
+        costs = self._costs
+        leads = [plan.lead for seat, plan in zip(seats, plans, strict=True) if plan.lead and not seat.hand]
+        widths = [sum(plan.gamma > k for plan in plans) for k in range(max(plan.gamma for plan in plans))]
+        lead_seconds = max(leads, default=0) * costs.draft_seconds(max(1.0, len(leads) / drafts))
+        drafting = sum(costs.draft_seconds(max(1.0, width / drafts)) for width in widths)
+        tokens = rows + sum(seat.hand for seat in seats) + sum(leads)
+        return lead_seconds + max(costs.target_seconds(tokens), drafting) + costs.overhead
+
+    def _learn(self, elapsed: float | None) -> None:
+        """Compare the round before with what it should have taken.
+
+        Two models on one machine slow each other down, blocks come late, a draft has to read: nothing of that is in the
+        curves, and all of it is in the time between two rounds.
+        """
+        if self._expected is None or elapsed is None or elapsed <= 0.0:
+            return
+        drafted, expected = self._expected
+        surprise = min(max(math.log(elapsed / expected), -1.0), 1.0)
+        self._slower[drafted] += self._LEARNING * (surprise - self._slower[drafted])
+        if not drafted:  # what drafting costs besides is forgotten slowly, so that it is tried again
+            self._slower[True] += self._FORGETTING * (self._slower[False] - self._slower[True])
 
     def _readable(self, rows: int, writing: int, shared: Plan) -> int:
         """Ids a draft can read beside what it writes while the target is busy."""
@@ -152,7 +184,7 @@ class SharedBudget:
             )
             if rates[before] * self._SWITCH >= rates[best]:
                 best = before
-        gain = float(rates[best] / none)
+        gain = float(rates[best] / none) * math.exp(min(0.0, self._slower[False] - self._slower[True]))
         self._plain = self._policy.fallback and gain < (self._RETURN if self._plain else self._LEAVE)
         lead, gamma = int(self._leads[best.lead]), int(self._gammas[best.gamma])
         plan = Plan(lead, gamma, gamma > 0, "auto")
@@ -173,6 +205,7 @@ class SharedBudget:
         size = max(2, self._policy.gamma_min)
         drafting = size * costs.draft_seconds(1)
         cost = max(0.0, drafting - second) + costs.target_seconds(rows + size - 1) - second
+        cost += second * math.expm1(max(0.0, self._slower[True] - self._slower[False]))
         if self._policy.overlap is False:
             plan = Plan(size, 0, False, PROBE)
             cost += min(drafting, second)

@@ -34,6 +34,8 @@ class World:
     """Standard deviation of measured log-seconds."""
     pauses: float = 0.0
     """Chance that a measurement is 20 times too long: the process was paused."""
+    contention: float = 1.0
+    """How many times slower both models are while both work (seen by no curve: their levels follow both)."""
     share: float = 1.0
     """How much of gamma the best sequence gets, its head included."""
     by_position: Callable[[int], float] | None = None
@@ -177,12 +179,14 @@ class Crowd:
             self.costs.observe_draft(width, world.draft(width))
         self.budget = SharedBudget(Policy(), self.costs)
         self.pooled = Acceptance()
+        self._elapsed: float | None = None
         self._random = np.random.default_rng(seed)
         self.requests: list[_Member] = []
         self.resize(count, tokens)
 
     def resize(self, count: int, tokens: list[float] | None = None) -> None:
         """Requests come (wise by what others learned) or go."""
+        self._elapsed = None
         del self.requests[count:]
         while len(self.requests) < count:
             token = self.world.token if tokens is None else tokens[len(self.requests)]
@@ -191,7 +195,7 @@ class Crowd:
     def round(self) -> Round:
         world, members = self.world, self.requests
         seats = [Seat(member.controller, member.hand, 0) for member in members]
-        plans = self.budget.plan(seats, rows=len(members))
+        plans = self.budget.plan(seats, rows=len(members), elapsed=self._elapsed)
         leads = [plan.lead if member.hand == 0 else 0 for member, plan in zip(members, plans, strict=True)]
         leading = sum(lead > 0 for lead in leads)
         lead_seconds = max(leads) * world.draft(leading) if leading else 0.0
@@ -200,7 +204,9 @@ class Crowd:
         widths = [sum(block > k for block in blocks) for k in range(max(blocks))]
         rows = sum(1 + member.hand + lead for member, lead in zip(members, leads, strict=True))
         drafting = sum(world.draft(width) for width in widths)
-        seconds = lead_seconds + max(world.target(rows), drafting) + world.overhead
+        slower = world.contention if drafting else 1.0
+        seconds = lead_seconds + slower * max(world.target(rows), drafting) + world.overhead
+        self._elapsed = seconds
         committed = [m.step(lead, block, self._random) for m, lead, block in zip(members, leads, blocks, strict=True)]
         self.costs.observe_target(rows, self._measured(world.target(rows)))
         for width in widths:
