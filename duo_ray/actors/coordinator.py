@@ -212,8 +212,9 @@ class Coordinator:
         now, ordinary = time.time(), self._ordinary
         elapsed = now - self._began if ordinary == frozenset(runs) else None
         self._began, self._ordinary = now, frozenset(runs if not any(run.prefilling for run in runs) else ())
-        drafts = len(self._drafts)
-        plans = dict(zip(sharing, self._budget.plan(seats, rows=rows, drafts=drafts, elapsed=elapsed), strict=True))
+        busy = any(run.waits_for_draft for run in runs)
+        shared = self._budget.plan(seats, rows=rows, drafts=len(self._drafts), elapsed=elapsed, busy=busy)
+        plans = dict(zip(sharing, shared, strict=True))
         chunk = self._chunk(runs)
         leading = [run for run in runs if run.begin_round(plans.get(run), chunk)]
         self._planned = self._draft_seconds([run.decoding.gamma for run in runs if not run.prefilling])
@@ -338,6 +339,11 @@ class _Run:
         """Whether what this request drafts is decided together with what others do."""
         own = self._request.reproducible or self._request.draft_budget is not None
         return not self._in_step and not own and self.decoding.may_draft(self._without_draft())
+
+    @property
+    def waits_for_draft(self) -> bool:
+        """Whether a block asked for in an earlier step has not come yet."""
+        return self._pending is not None
 
     def begin_round(self, plan: Plan | None, chunk: int) -> bool:
         """Start a step, unless a prefill goes on. True: it has a lead that the others wait for."""

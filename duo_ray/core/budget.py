@@ -55,10 +55,12 @@ class SharedBudget:
     _LEAVE, _RETURN = 1.02, 1.05
     _SWITCH = 1.01
     _PROBE_SHARE = 0.01
-    _SAVED_ROUNDS = 2.0
+    _SAVED_ROUNDS = 4.0
     _FREE_GAP, _LONGEST_GAP = 6, 256
     _PATIENCE = 0.3
     """How much more a request's tokens count for every round in which it did not draft: equals take turns."""
+    _CONTENTION = 0.05
+    """How much longer rounds with drafting are taken to last before any was timed, log-seconds."""
     _LEARNING, _FORGETTING = 0.2, 0.01
 
     def __init__(self, policy: Policy, costs: Costs) -> None:
@@ -73,18 +75,21 @@ class SharedBudget:
         """For how many rounds each request has not drafted."""
         self._savings = 0.0
         self._gap = self._wait = 1
-        self._slower = {False: 0.0, True: 0.0}
+        self._slower = {False: 0.0, True: self._CONTENTION}
         """How much longer rounds without and with drafting take than they should, log-seconds."""
         self._expected: tuple[bool, float] | None = None
         """Whether the round before drafted, and how long it should have taken."""
 
-    def plan(self, seats: Sequence[Seat], *, rows: int, drafts: int = 1, elapsed: float | None = None) -> list[Plan]:
+    def plan(
+        self, seats: Sequence[Seat], *, rows: int, drafts: int = 1, elapsed: float | None = None, busy: bool = False
+    ) -> list[Plan]:
         """A plan for each seat.
 
         Args:
             rows: requests of the coming round, those without a seat included.
             drafts: draft actors the seats are spread over.
             elapsed: seconds since the round before began, if nothing out of the ordinary happened in it.
+            busy: a draft is still at work for an earlier round.
         """
         self._learn(elapsed)
         if not seats:
@@ -117,7 +122,7 @@ class SharedBudget:
         for seat, plan in zip(seats, plans, strict=True):
             if plan.gamma or plan.lead or plan.read:
                 self._idle[seat.controller] = 0
-        self._expected = bool(drafting), self._seconds(seats, plans, rows, drafts)
+        self._expected = drafting > 0 or busy, self._seconds(seats, plans, rows, drafts)
         return plans
 
     def _seconds(self, seats: Sequence[Seat], plans: Sequence[Plan], rows: int, drafts: int) -> float:

@@ -165,6 +165,26 @@ def test_logprobs_with_a_draft_equal_those_without(duo):
         assert left.logprobs.logprob == pytest.approx(right.logprobs.logprob, abs=1e-3)
 
 
+def test_logprobs_of_requests_that_share_passes_equal_those_alone(duo):
+    """Case 21."""
+    ask = {"temperature": 0.0, "max_tokens": 16, "logprobs": 3}
+    alone = [duo.generate(prompt, draft=False, **ask).tokens for prompt in SAMPLE[:3]]
+    at_once = {}
+    threads = [
+        threading.Thread(target=lambda i=i: at_once.__setitem__(i, duo.generate(SAMPLE[i], **ask).tokens))
+        for i in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, tokens in enumerate(alone):
+        for left, right in zip(at_once[i], tokens, strict=True):
+            assert left.id == right.id
+            assert [token for token, _ in left.logprobs.top] == [token for token, _ in right.logprobs.top]
+            assert left.logprobs.logprob == pytest.approx(right.logprobs.logprob, abs=1e-3)
+
+
 def test_an_abandoned_stream_frees_its_slot(duo):
     """Cases 16 and 18: more abandoned streams than there are slots, then all slots serve at once."""
     for _ in range(6):

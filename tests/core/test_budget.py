@@ -115,7 +115,7 @@ def test_the_request_whose_tokens_are_accepted_drafts() -> None:
 def test_equals_take_turns() -> None:
     world = crowd(8, ratio=2, token=0.8)
     [world.round() for _ in range(20)]
-    who = np.mean([world.round().who for _ in range(200)], axis=0)
+    who = np.mean([world.round().who for _ in range(400)], axis=0)
     assert who.min() > 0
     assert who.max() < 2.5 * who.min()
 
