@@ -39,7 +39,7 @@ def test_a_command_of_the_readme_works(command, demo_gguf, tmp_path):
 @pytest.mark.ray
 @pytest.mark.models
 def test_the_python_example_works(tmp_path):
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", USE, re.DOTALL)
     (tmp_path / "example.py").write_text(example)
     done = subprocess.run(
         [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
@@ -49,7 +49,7 @@ def test_the_python_example_works(tmp_path):
 
 
 def test_the_settings_file_of_the_readme_loads(tmp_path):
-    (settings,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    (settings,) = re.findall(r"```yaml\n(.*?)```", README.partition("## Serve")[0], re.DOTALL)
     (tmp_path / "config.yaml").write_text(settings)
     config = load_config(tmp_path / "config.yaml")
     assert config.models.draft.quant == "Q5_K_M"
