@@ -11,12 +11,21 @@ END = 1
 
 
 def write_tiny_llama(
-    path: Path, seed: int = 0, vocab_size: int = 96, context: int = 256, *, scale: float = 1.0, causal: bool = True
+    path: Path,
+    seed: int = 0,
+    vocab_size: int = 96,
+    context: int = 256,
+    *,
+    scale: float = 1.0,
+    causal: bool = True,
+    any_text: bool = False,
 ) -> Path:
     """Write a 2-layer float32 llama. `scale` multiplies its logits: larger makes its greedy choices clearer.
 
-    Ids: 0 starts a text, 1 ends it, the others are single characters.
+    Ids: 0 starts a text, 1 ends it, the others are single characters; with `any_text` the last 258 are sentencepiece's
+    space, what is unknown, and bytes, without which llama.cpp can tokenize no other character.
     """
+    characters = vocab_size - 2 - 258 * any_text
     random = np.random.default_rng(seed)
     width = HEADS * HEAD_SIZE
 
@@ -35,9 +44,15 @@ def write_tiny_llama(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_causal_attention(causal)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list(["<s>", "</s>", *(chr(0x4E00 + i) for i in range(vocab_size - 2))])
+    tokens = ["<s>", "</s>", *(chr(0x4E00 + i) for i in range(characters))]
+    kinds = [TokenType.CONTROL] * 2 + [TokenType.NORMAL] * characters
+    if any_text:
+        writer.add_unk_token_id(len(tokens) + 1)
+        tokens += ["▁", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        kinds += [TokenType.NORMAL, TokenType.UNKNOWN] + [TokenType.BYTE] * 256
+    writer.add_token_list(tokens)
     writer.add_token_scores([0.0] * vocab_size)
-    writer.add_token_types([TokenType.CONTROL] * 2 + [TokenType.NORMAL] * (vocab_size - 2))
+    writer.add_token_types(kinds)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(END)
     writer.add_tensor("token_embd.weight", weights(vocab_size, width))
