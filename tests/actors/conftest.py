@@ -1,4 +1,4 @@
-"""One running pipeline for all tests that only read from it."""
+"""One running pipeline for all tests of a module that only read from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = {
 does not depend on how busy the machine is."""
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def duo() -> Iterator[Duo]:
     with Duo(load_config(None, SMALL)) as running:
         yield running
