@@ -1,4 +1,5 @@
-"""The coordinator's loop in simulated time: the real `Decoding`, controller and statistics, over models that only wait.
+"""The coordinator's loop in simulated time: the real controllers, rounds, batches and statistics, over models that only
+wait.
 
 A simulated text is a row of positions at each of which the draft's best guess is the target's token or is not, with
 the acceptance asked for. Target and draft take the seconds their curves say; everything else (who plans, what is sent
@@ -9,21 +10,25 @@ simulated with one seed are compared on the same text.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from duo_ray.actors.batching import Batcher
+from duo_ray.actors.rounds import Rounds
+from duo_ray.core.budget import SharedBudget
 from duo_ray.core.context import common_prefix
 from duo_ray.core.gamma import LARGEST, Acceptance, Costs, GammaController, Plan, Policy
 from duo_ray.core.sequences import open_heads, split
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
-from duo_ray.planning.clock import Clock, Process, Promise, Wait
+from duo_ray.planning.virtual_time import VirtualTime
 from duo_ray.types import (
     DraftBlock,
     DraftJob,
@@ -35,17 +40,16 @@ from duo_ray.types import (
     SamplingParams,
     Span,
     Verdict,
-    VerifyJob,
 )
 
 _WARM_TARGET, _WARM_DRAFT = (1, 2, 4, 8, 16, 32), (1, 2, 4)
 """Widths that both models are timed at before the first request."""
 
+_LONGEST_PASS, _SMALLEST_CHUNK = 2.0, 8
+"""Bounds of a prefill beside others' streams, those of the coordinator."""
+
 _RUNNER_UP = 0.5
 """Of the probability the draft leaves to other tokens than its best, the share of the next best one; and so on."""
-
-_WIDE = 32
-"""Longer segments get a target pass of their own, as in `models.transformers`."""
 
 
 class InvalidScenario(DuoRayError, ValueError):
@@ -218,37 +222,40 @@ def simulate(
     seed: int = 0,
 ) -> Simulated:
     """Serve simulated requests; `draft=False` is the target alone."""
-    world = _World(hardware, text, policy or Policy(), max_sequences, draft, seed)
-    traffic = traffic or Traffic()
-    if traffic.rate is None:
-        numbers = iter(range(traffic.requests))
-        for _ in range(min(traffic.concurrency, traffic.requests)):
-            world.clock.spawn(world.client(numbers))
-    else:
-        gaps = np.random.default_rng([seed, 1]).exponential(1.0 / traffic.rate, traffic.requests)
-        for number, arrival in enumerate(np.cumsum(gaps)):
-            world.clock.after(float(arrival), lambda n=number: world.clock.spawn(world.request(n)))  # type: ignore[misc]
-    world.clock.run()
-    first = min(each.arrived for each in world.served)
-    return Simulated(tuple(world.served), max(each.ended for each in world.served) - first)
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        served = runner.run(
+            _serve(hardware, text, policy or Policy(), max_sequences, draft, traffic or Traffic(), seed)
+        )
+    first = min(each.arrived for each in served)
+    return Simulated(served, max(each.ended for each in served) - first)
+
+
+async def _serve(
+    hardware: Hardware, text: Text, policy: Policy, max_sequences: int, draft: bool, traffic: Traffic, seed: int
+) -> tuple[Served, ...]:
+    world = _World(hardware, text, policy, max_sequences, draft, seed)
+    await world.serve(traffic)
+    return tuple(world.served)
 
 
 class _World:
-    """One pipeline: models, shared estimates, slots."""
+    """One pipeline: models, shared estimates, slots. The simulated counterpart of the coordinator."""
 
     def __init__(
         self, hardware: Hardware, text: Text, policy: Policy, max_sequences: int, draft: bool, seed: int
     ) -> None:
-        self.hardware, self.text = hardware, text
-        self.clock = Clock()
+        self.hardware, self.text, self.seed = hardware, text, seed
         self.costs, self.acceptance = Costs(), Acceptance()
         self.served: list[Served] = []
-        self._policy, self._max_sequences, self._seed = policy, max_sequences, seed
+        self.rounds: Rounds[_Stream] = Rounds(self._begin_round)
+        self._policy, self._max_sequences = policy, max_sequences
+        self._budget = SharedBudget(policy, self.costs)
         self._random = np.random.default_rng([seed, 0])
-        self.target = _Server(self, hardware.slots, self._verify)
-        self.drafts = [_Server(self, hardware.slots, self._draft) for _ in range(hardware.draft_actors if draft else 0)]
-        self._free = hardware.slots
-        self._queue: list[Promise[None]] = []
+        self.target = _Model(self._verify, hardware.slots)
+        self.drafts = [_Model(self._draft, hardware.slots) for _ in range(hardware.draft_actors if draft else 0)]
+        self._slots = asyncio.Semaphore(hardware.slots)
+        self._began = self._planned = 0.0
+        self._ordinary: frozenset[_Stream] = frozenset()
         for n in _WARM_TARGET:
             self.costs.observe_target(n, hardware.target(n))
         for k in _WARM_DRAFT:
@@ -260,26 +267,27 @@ class _World:
 
     # --- requests
 
-    def client(self, numbers: Iterator[int]) -> Process:
-        """One request after the other."""
-        for number in numbers:
-            yield from self.request(number)
+    async def serve(self, traffic: Traffic) -> None:
+        """All requests of the traffic."""
+        if traffic.rate is None:
+            numbers = iter(range(traffic.requests))
+            clients = min(traffic.concurrency, traffic.requests)
+            await asyncio.gather(*(self._client(numbers) for _ in range(clients)))
+        else:
+            gaps = np.random.default_rng([self.seed, 1]).exponential(1.0 / traffic.rate, traffic.requests)
+            await asyncio.gather(*(self._request(n, float(at)) for n, at in enumerate(np.cumsum(gaps))))
 
-    def request(self, number: int) -> Process:
-        arrived = self.clock.now
-        if self._free == 0:
-            place: Promise[None] = Promise()
-            self._queue.append(place)
-            yield Wait(place)
-        else:
-            self._free -= 1
-        stream = _Stream(self, number, arrived)
-        yield from stream.steps()
-        self.served.append(Served(arrived, stream.stats.started, stream.stats, tuple(stream.plans)))
-        if self._queue:
-            self._queue.pop(0).keep(None)
-        else:
-            self._free += 1
+    async def _client(self, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            await self._request(number)
+
+    async def _request(self, number: int, arrival: float = 0.0) -> None:
+        await asyncio.sleep(arrival)
+        arrived = _now()
+        async with self._slots:
+            stream = _Stream(self, number, arrived)
+            await stream.steps()
+        self.served.append(Served(arrived, arrived + stream.stats.queued_s, stream.stats, tuple(stream.plans)))
 
     def decoding(self, number: int, stats: RequestStats) -> Decoding[None]:
         text = self.text
@@ -298,84 +306,105 @@ class _World:
             max_sequences=self._max_sequences,
         )
 
+    def _begin_round(self, streams: Sequence[_Stream]) -> list[_Stream]:
+        """As the coordinator does it."""
+        rows = len(self.rounds)
+        sharing = [stream for stream in streams if stream.shares_budget] if rows > 1 else []
+        seats = [stream.decoding.seat() for stream in sharing]
+        now, ordinary = _now(), self._ordinary
+        elapsed = now - self._began if ordinary == frozenset(streams) else None
+        self._began = now
+        self._ordinary = frozenset(streams if not any(stream.prefilling for stream in streams) else ())
+        busy = any(stream.waits_for_draft for stream in streams)
+        shared = self._budget.plan(seats, rows=rows, drafts=len(self.drafts), elapsed=elapsed, busy=busy)
+        plans = dict(zip(sharing, shared, strict=True))
+        chunk = self._chunk(streams)
+        leading = [stream for stream in streams if stream.begin_round(plans.get(stream), chunk)]
+        self._planned = self._draft_seconds([s.decoding.gamma for s in streams if not s.prefilling])
+        return leading
+
+    def _draft_seconds(self, gammas: Sequence[int]) -> float:
+        drafts = max(1, len(self.drafts))
+        widths = [sum(gamma > k for gamma in gammas) for k in range(max(gammas, default=0))]
+        return sum(self.costs.draft_seconds(max(1.0, width / drafts)) for width in widths)
+
+    def _chunk(self, streams: Sequence[_Stream]) -> int:
+        prefilling = sum(stream.prefilling for stream in streams)
+        streaming = len(streams) - prefilling
+        if not (prefilling and streaming):
+            return self.hardware.chunk
+        sizes = np.arange(1.0, self.hardware.chunk + 1)
+        limit = _LONGEST_PASS * self.costs.target_seconds(streaming)
+        fits = int(np.searchsorted(self.costs.target_curve(streaming + sizes), limit))
+        return max(_SMALLEST_CHUNK, fits // prefilling)
+
+    def patience(self, budget: int, waited: float) -> float:
+        """Seconds to wait from now for `budget` drafted tokens that were asked for `waited` seconds ago."""
+        if len(self.rounds) == 1:
+            least, expected = self.costs.target_seconds(1), budget * self.costs.draft_seconds(1)
+        else:
+            least, expected = self.costs.target_seconds(1) / 4, self._planned
+        return max(least, 1.5 * expected - waited)
+
     # --- models
 
-    def _verify(self, tasks: Sequence[_Task]) -> float:
-        """Answer the jobs of one target call; its seconds."""
-        seconds = 0.0
-        for wide in (False, True):
-            widths = [task.width for task in tasks if (task.width > _WIDE) == wide]
-            if widths:
-                seconds += self.hardware.target(len(widths) * max(widths))
-        return self.noisy(seconds)
+    async def _verify(self, tasks: Sequence[_Task]) -> None:
+        """One target pass. Rows of different length share it without padding."""
+        tokens = sum(task.width for task in tasks)
+        seconds = self.noisy(self.hardware.target(tokens))
+        await asyncio.sleep(seconds)
+        if not any(task.prefill for task in tasks):
+            self.costs.observe_target(tokens, seconds)
 
-    def _draft(self, tasks: Sequence[_Task]) -> float:
-        """Write the blocks of one draft call; its seconds. All sequences of all jobs advance in the same decodes."""
+    async def _draft(self, tasks: Sequence[_Task]) -> None:
+        """One draft call: all sequences of all jobs advance in the same decodes."""
         hardware = self.hardware
         per_token = hardware.draft(1) / 8.0 if hardware.draft_prompt is None else hardware.draft_prompt
         read = sum(hardware.draft(task.width) if task.width <= 2 else task.width * per_token for task in tasks)
         prompt_seconds = self.noisy(read)
-        total = prompt_seconds
+        widths = [sum(level) for level in zip_longest(*(task.levels for task in tasks), fillvalue=0)]
+        decodes = tuple((width, self.noisy(hardware.draft(width))) for width in widths)
         for task in tasks:
-            task.prompt_seconds = prompt_seconds
-        for level in range(max(len(task.levels) for task in tasks)):
-            live = [task for task in tasks if level < len(task.levels)]
-            seconds = self.noisy(hardware.draft(sum(task.levels[level] for task in live)))
-            total += seconds
-            for task in live:
-                task.token_seconds.append((task.levels[level], seconds))
-        return total
+            task.prompt_seconds, task.token_seconds = prompt_seconds, decodes[: len(task.levels)]
+        await asyncio.sleep(prompt_seconds + sum(seconds for _, seconds in decodes))
+        for width, seconds in decodes:
+            self.costs.observe_draft(width, seconds)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class _Task:
-    """A job at a model: what it costs, and the promise of its answer (the span of the call)."""
+    """A job at a model, by what it costs."""
 
-    __slots__ = ("answer", "levels", "prompt_seconds", "token_seconds", "total", "width")
+    __slots__ = ("levels", "prefill", "prompt_seconds", "token_seconds", "width")
 
-    def __init__(self, width: int, levels: Sequence[int] = ()) -> None:
+    def __init__(self, width: int, *, levels: Sequence[int] = (), prefill: bool = False) -> None:
         self.width = width
         """New tokens the model reads."""
         self.levels = levels
         """Sequences the draft advances in each decode after that."""
-        self.answer: Promise[Span] = Promise()
-        self.token_seconds: list[tuple[int, float]] = []
+        self.prefill = prefill
+        self.token_seconds: tuple[tuple[int, float], ...] = ()
         self.prompt_seconds = 0.0
-        self.total = 0
-        """New tokens of the whole target call."""
 
 
-class _Server:
-    """One model: one call at a time, whatever waits when it becomes free goes out together (`actors.batching`)."""
+class _Model:
+    """One model's process: one call at a time, whatever waits when it becomes free goes out together."""
 
-    def __init__(self, world: _World, limit: int, run: Callable[[Sequence[_Task]], float]) -> None:
+    def __init__(self, run: Callable[[Sequence[_Task]], Awaitable[None]], limit: int) -> None:
         self.requests = 0
-        self._world, self._limit, self._run = world, limit, run
-        self._waiting: list[_Task] = []
-        self._busy = False
+        self._run = run
+        self._batcher: Batcher[_Task, Span] = Batcher(self._call, isolate=lambda _: False, limit=limit)
 
-    def submit(self, task: _Task) -> Promise[Span]:
-        self._waiting.append(task)
-        if not self._busy:
-            self._busy = True
-            # After everything else that happens at this moment: jobs sent at once share a call.
-            self._world.clock.after(0.0, self._serve)
-        return task.answer
+    async def submit(self, task: _Task) -> Span:
+        return await self._batcher.submit(task)
 
-    def _serve(self) -> None:
-        batch, self._waiting = self._waiting[: self._limit], self._waiting[self._limit :]
-        if not batch:
-            self._busy = False
-            return
-        clock, started = self._world.clock, self._world.clock.now
-        seconds = self._run(batch)
-
-        def answer() -> None:
-            for task in batch:
-                task.total = sum(each.width for each in batch)
-                task.answer.keep(Span(started, clock.now))
-            clock.after(0.0, self._serve)
-
-        clock.after(seconds, answer)
+    async def _call(self, tasks: Sequence[_Task]) -> list[Span]:
+        started = _now()
+        await self._run(tasks)
+        return [Span(started, _now())] * len(tasks)
 
 
 class _Silent:
@@ -417,92 +446,146 @@ class _Stream:
     """One request on its way: `actors.coordinator._Run`, step for step."""
 
     def __init__(self, world: _World, number: int, arrived: float) -> None:
-        self.stats = RequestStats(started=world.clock.now)
-        self._world, self._clock = world, world.clock
-        self._guesses = _Guesses(world.text, [world._seed, 2, number])
-        self._decoding = world.decoding(number, self.stats)
-        self._arrived = arrived
-        self._draft = min(world.drafts, key=lambda draft: draft.requests, default=None)
+        self.stats = RequestStats(started=arrived, queued_s=_now() - arrived)
+        self.decoding = world.decoding(number, self.stats)
         self.plans: list[Plan] = []
+        self.prefilling = True
+        self._world, self._rounds = world, world.rounds
+        self._guesses = _Guesses(world.text, [world.seed, 2, number])
+        self._draft = min(world.drafts, key=lambda draft: draft.requests, default=None)
+        self._without_draft = "no draft" if self._draft is None else None
+        self._in_step = False
+        self._chunk = 1
         self._target_holds = 0
         self._cached: list[int] = []
         self._branches: list[Ids] = []
-        self._pending: tuple[Promise[Span], _Task, DraftJob, tuple[DraftSequence, ...]] | None = None
+        self._pending: asyncio.Task[DraftBlock] | None = None
         if self._draft is not None:
             self._draft.requests += 1
 
-    def steps(self) -> Process:
-        while not self._decoding.finished:
-            yield from self._step()
+    async def steps(self) -> None:
+        self._rounds.enter(self)
+        while not self.decoding.finished:
+            await self._step()
+        self._rounds.leave(self)
         if self._draft is not None:
             self._draft.requests -= 1
+        if self._pending is not None:
+            self._pending.cancel()
 
-    def _step(self) -> Process:
-        decoding, clock, world = self._decoding, self._clock, self._world
-        began, first = clock.now, self.stats.first_token is None
-        self.plans.append(decoding.plan(without_draft="no draft" if self._draft is None else None))
-        lead: DraftBlock | None = None
-        if (lead_job := decoding.lead_job()) is not None:
-            self._ask(lead_job)
-            yield from self._wait(max(1.0, self._patience(lead_job, began)))
-            if (lead := self._take()) is not None:
-                decoding.hold(lead, None)
-        sent, job = clock.now, None
-        if self._draft is not None and (job := decoding.draft_job()) is not None:
-            self._ask(job)
-        chunk = world.hardware.chunk
-        verify = decoding.verify_job(chunk)
-        length = verify.context.length
-        while length - self._target_holds + len(verify.block) > chunk:
-            yield Wait(world.target.submit(_Task(chunk)))
-            self._target_holds += chunk
-        task = _Task(length - min(self._target_holds, length - 1) + len(verify.block))
-        yield Wait(world.target.submit(task))
-        target, verdict = task.answer.kept, _verdict(verify)
-        decoding.prefilled(verdict)
-        self._target_holds = length + verdict.accepted
+    @property
+    def shares_budget(self) -> bool:
+        return not self._in_step and self.decoding.may_draft(self._without_draft)
+
+    @property
+    def waits_for_draft(self) -> bool:
+        return self._pending is not None
+
+    def begin_round(self, plan: Plan | None, chunk: int) -> bool:
+        self._chunk = chunk
+        if self._in_step:
+            return False
+        self._in_step = True
+        self.plans.append(self.decoding.plan(without_draft=self._without_draft, shared=plan))
+        return self.decoding.leads
+
+    async def _step(self) -> None:
+        decoding, stats, world = self.decoding, self.stats, self._world
+        await self._rounds.join(self)
+        began = _now()
+        lead = await self._lead()
+        await self._rounds.all_led()
+        sent = _now()
+        if (job := decoding.draft_job()) is not None:
+            self._pending = self._ask(job)
+        target, verdict = await self._judge()
+        first = stats.first_token is None
         decoding.commit(verdict)
         if first:
             decoding.settle()
-            self.stats.first_token = clock.now
+            stats.first_token = _now()
         waits = job is not None and not first and decoding.worth_waiting
-        patience = self._patience(job, sent) if job is not None and waits else 0.0
-        if not decoding.finished:
-            yield from self._wait(patience)
-        if (block := self._take()) is not None:
-            decoding.offer(block, None)
+        patience = self._patience(job.budget, sent) if job is not None and waits else 0.0
+        block = await self._collect(patience)
         decoding.settle()
-        yield Wait(None, world.noisy(world.hardware.overhead))
-        self.stats.ended = clock.now
-        if first:
-            return
-        lead_seconds, block_seconds = (each.span.seconds if each is not None else 0.0 for each in (lead, block))
-        overhead = self.stats.timed(Span(began, clock.now), target, lead_seconds, block_seconds)
-        world.costs.observe_target(task.total, target.seconds)
-        for each in (lead, block):
-            for width, seconds in each.token_seconds if each is not None else ():
-                world.costs.observe_draft(width, seconds)
-        world.costs.observe_overhead(overhead)
+        self._in_step = False
+        await asyncio.sleep(world.noisy(world.hardware.overhead))
+        stats.ended = _now()
+        if not first:
+            lead_seconds, block_seconds = (each.span.seconds if each is not None else 0.0 for each in (lead, block))
+            overhead = stats.timed(Span(began, stats.ended), target, lead_seconds, block_seconds)
+            world.costs.observe_overhead(overhead)
 
-    def _patience(self, job: DraftJob, sent: float) -> float:
-        costs = self._world.costs
-        expected = job.budget * costs.draft_seconds(1)
-        return max(costs.target_seconds(1), sent + 1.5 * expected - self._clock.now)
+    async def _lead(self) -> DraftBlock | None:
+        job = self.decoding.lead_job()
+        if job is None:
+            return None
+        sent = _now()
+        self._pending = self._ask(job)
+        least = 1.0 if len(self._rounds) == 1 else 0.0
+        await asyncio.wait([self._pending], timeout=max(least, self._patience(job.budget, sent)))
+        self._rounds.led(self)
+        lead = self._take()
+        if lead is not None:
+            self.decoding.hold(lead, None)
+        return lead
 
-    def _wait(self, patience: float) -> Process:
-        """For the draft job in flight, at most this long."""
-        if self._pending is not None and not self._pending[0].done:
-            yield Wait(self._pending[0], patience)
+    async def _judge(self) -> tuple[Span, Verdict]:
+        """The target's token is 0 wherever it is asked."""
+        decoding = self.decoding
+        while True:
+            job = decoding.verify_job(self._chunk)
+            missing = job.context.length - min(self._target_holds, job.context.length - 1) + len(job.block)
+            self.prefilling = missing > max(self._chunk, len(job.block) + 1)
+            width = self._chunk if self.prefilling else missing
+            span = await self._world.target.submit(_Task(width, prefill=missing > len(job.block) + 1))
+            accepted = next((i for i, token in enumerate(job.block) if token != 0), len(job.block))
+            verdict = Verdict(
+                job.context.request_id, 0 if self.prefilling else accepted, None if self.prefilling else 0
+            )
+            self._target_holds = self._target_holds + width if self.prefilling else job.context.length + accepted
+            if decoding.prefilled(verdict):
+                return span, verdict
+            await self._rounds.join(self)
+
+    async def _collect(self, patience: float) -> DraftBlock | None:
+        if self._pending is None:
+            return None
+        if not self.decoding.finished:
+            await asyncio.wait([self._pending], timeout=patience)
+        block = self._take()
+        if block is not None:
+            self.decoding.offer(block, None)
+        return block
+
+    def _take(self) -> DraftBlock | None:
+        """The block in flight, if it is there."""
+        if self._pending is None or not self._pending.done():
+            return None
+        pending, self._pending = self._pending, None
+        return pending.result()
+
+    def _patience(self, budget: int, sent: float) -> float:
+        return self._world.patience(budget, _now() - sent)
 
     # --- the draft's side
 
-    def _ask(self, job: DraftJob) -> None:
+    def _ask(self, job: DraftJob) -> asyncio.Task[DraftBlock]:
         if self._draft is None:
             raise RuntimeError("a draft job for a request without a draft")
         held, known = self._read(job)
         lengths, sequences = self._write(job, known)
-        task = _Task(job.context.length - held, _levels(lengths, bets=job.bets))
-        self._pending = (self._draft.submit(task), task, job, sequences)
+        task = _Task(job.context.length - held, levels=_levels(lengths, bets=job.bets))
+        return asyncio.create_task(self._answer(self._draft, job, task, sequences))
+
+    async def _answer(
+        self, draft: _Model, job: DraftJob, task: _Task, sequences: tuple[DraftSequence, ...]
+    ) -> DraftBlock:
+        span = await draft.submit(task)
+        length = job.context.length
+        return DraftBlock(
+            job.context.request_id, length, sequences, span, task.token_seconds, task.width, task.prompt_seconds
+        )
 
     def _read(self, job: DraftJob) -> tuple[int, bool]:
         """Take the context over: how many of its ids were cached, and whether all of it is the target's text."""
@@ -517,6 +600,8 @@ class _Stream:
     def _write(self, job: DraftJob, known: bool) -> tuple[list[int], tuple[DraftSequence, ...]]:
         """The block, and the lengths of its sequences, as `LlamaCppDraft` writes it."""
         guesses, at = self._guesses, job.context.length
+        if job.budget == 0:  # the draft only reads
+            return [], ()
         if not job.bets:
             ids = guesses.tail(at, job.budget, known=known)
             self._branches = [ids[:-1]]
@@ -542,33 +627,14 @@ class _Stream:
         ]
         return [length for length in lengths if length], sequences
 
-    def _take(self) -> DraftBlock | None:
-        """The block in flight, if it is there."""
-        if self._pending is None or not self._pending[0].done:
-            return None
-        (answer, task, job, sequences), self._pending = self._pending, None
-        return DraftBlock(
-            job.context.request_id,
-            job.context.length,
-            sequences,
-            answer.kept,
-            tuple(task.token_seconds),
-            task.width,
-            task.prompt_seconds,
-        )
-
 
 def _levels(lengths: Sequence[int], *, bets: bool) -> list[int]:
     """Sequences advanced by each decode after the context's own: a best head goes one ahead of the others."""
+    if not lengths:
+        return []
     best, *others = lengths
     if not bets:
         return [1] * (best - 1)
     ahead = [1] if best > 1 else []
     left = [best - 2, *(length - 1 for length in others)]
     return ahead + [sum(each > level for each in left) for level in range(max(0, *left, 0))]
-
-
-def _verdict(job: VerifyJob) -> Verdict:
-    """The target's token is 0 wherever it is asked."""
-    accepted = next((i for i, token in enumerate(job.block) if token != 0), len(job.block))
-    return Verdict(job.context.request_id, accepted, 0)

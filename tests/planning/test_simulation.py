@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import time
 
 import pytest
 
 from duo_ray.core.gamma import Plan, Policy
 from duo_ray.planning import Curve, Hardware, Text, Traffic, simulate
 from duo_ray.planning.simulation import InvalidScenario
+from duo_ray.planning.virtual_time import VirtualTime
 from tests.core.loop_simulation import World, rate
 
 STEADY = {"overhead": 0.0, "jitter": 0.0, "draft_prompt": 1e-6}
@@ -97,7 +100,8 @@ def test_the_same_seed_gives_the_same_run():
 def test_concurrent_requests_share_a_pass():
     machine, text = hardware(), Text(prompt_tokens=1, answer_tokens=20)
     four = simulate(machine, text, draft=False, traffic=Traffic(4, concurrency=4))
-    assert four.seconds == pytest.approx(20 * machine.target(4))
+    # The first to come begins alone, and ends one pass before the others.
+    assert four.seconds == pytest.approx(machine.target(1) + 19 * machine.target(4) + machine.target(3))
 
 
 def test_a_request_waits_for_a_slot_when_all_are_taken():
@@ -127,3 +131,19 @@ def test_planning_needs_neither_ray_nor_a_tensor_library():
     loaded = "import sys, duo_ray.planning; print({'ray', 'torch', 'llama_cpp'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_prompt_that_comes_while_another_answer_streams_is_read_in_smaller_chunks():
+    machine, text = hardware(), Text(prompt_tokens=300, answer_tokens=200)
+    alone, both = (simulate(machine, text, draft=False, traffic=Traffic(n, rate=0.5)).served for n in (1, 2))
+    first = min(both, key=lambda each: each.arrived)
+    assert first.ended - first.arrived < 1.5 * (alone[0].ended - alone[0].arrived)
+
+
+def test_time_is_virtual_and_a_wait_without_end_is_an_error():
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        began = time.monotonic()
+        runner.run(asyncio.sleep(1e6))
+        assert time.monotonic() - began < 1e3
+        with pytest.raises(RuntimeError, match="never happen"):
+            runner.run(asyncio.Event().wait())
