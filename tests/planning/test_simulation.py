@@ -133,13 +133,6 @@ def test_planning_needs_neither_ray_nor_a_tensor_library():
     assert done.stdout.strip() == "set()"
 
 
-def test_a_prompt_that_comes_while_another_answer_streams_is_read_in_smaller_chunks():
-    machine, text = hardware(), Text(prompt_tokens=300, answer_tokens=200)
-    alone, both = (simulate(machine, text, draft=False, traffic=Traffic(n, rate=0.5)).served for n in (1, 2))
-    first = min(both, key=lambda each: each.arrived)
-    assert first.ended - first.arrived < 1.5 * (alone[0].ended - alone[0].arrived)
-
-
 def test_time_is_virtual_and_a_wait_without_end_is_an_error():
     with asyncio.Runner(loop_factory=VirtualTime) as runner:
         began = time.monotonic()
