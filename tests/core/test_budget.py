@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from duo_ray.core.budget import Seat, SharedBudget, patience, prefill_chunk, shared_rates
+from duo_ray.core.budget import Seat, SharedBudget, shared_rates
 from duo_ray.core.gamma import Acceptance, Costs, GammaController, Policy, tokens_per_second
 from tests.core.loop_simulation import Crowd, World, crowd_rate
 
@@ -223,37 +223,3 @@ def test_the_same_observations_give_the_same_plans() -> None:
         world = crowd(5, ratio=7, token=0.7)
         runs.append([world.round() for _ in range(40)])
     assert runs[0] == runs[1]
-
-
-# --- what others wait for
-
-
-def measured(slope: float) -> Costs:
-    costs = Costs()
-    for n in (1, 4, 16, 64):
-        costs.observe_target(n, 0.02 * (1.0 + slope * (n - 1)))
-    costs.observe_draft(1, 0.004)
-    return costs
-
-
-def test_a_prompt_alone_is_read_in_the_largest_chunks():
-    assert prefill_chunk(measured(0.1), 128, prefilling=3, streaming=0) == 128
-
-
-@pytest.mark.parametrize("prefilling", [1, 2])
-def test_beside_streams_a_pass_with_prefill_takes_at_most_about_twice_as_long(prefilling):
-    costs = measured(0.02)
-    chunk = prefill_chunk(costs, 128, prefilling, streaming=4)
-    assert 8 <= chunk < 128
-    assert costs.target_seconds(4 + prefilling * chunk) <= 2.1 * costs.target_seconds(4)
-
-
-def test_a_prompt_goes_on_however_many_streams_there_are():
-    assert prefill_chunk(measured(1.0), 128, prefilling=8, streaming=1) == 8
-
-
-def test_patience_is_a_pass_or_half_as_long_again_as_the_tokens_take():
-    costs = measured(0.1)
-    assert patience(costs, 10, rows=1, drafts=1, waited=0.0) == pytest.approx(1.5 * 10 * costs.draft_seconds(1))
-    assert patience(costs, 10, rows=1, drafts=1, waited=5.0) == pytest.approx(costs.target_seconds(1))
-    assert patience(costs, 10, rows=4, drafts=4, waited=5.0) == pytest.approx(costs.target_seconds(1) / 2)
