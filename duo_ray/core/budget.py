@@ -92,6 +92,7 @@ class SharedBudget:
             busy: a draft is still at work for an earlier round.
         """
         self._learn(elapsed)
+        self._expected = None
         if not seats:
             return []
         if rows == 1:

@@ -164,6 +164,18 @@ def test_a_request_alone_is_planned_by_its_controller() -> None:
     assert plan == GammaController(Policy(), costs, Acceptance()).plan()
 
 
+def test_a_round_that_was_not_planned_here_teaches_nothing() -> None:
+    policy, costs = Policy(), known_costs(7)
+    budgets = [SharedBudget(policy, costs) for _ in range(2)]
+    for budget in budgets:
+        budget.plan(seats(4, policy, costs), rows=4)
+    for _ in range(20):  # rounds of requests that do not draft: however long they take, nothing is learned of drafting
+        budgets[1].plan([], rows=4, elapsed=None)
+        budgets[1].plan([], rows=4, elapsed=50.0)
+    first, second = (budget.plan(seats(4, policy, costs), rows=4, elapsed=None) for budget in budgets)
+    assert first == second
+
+
 @pytest.mark.parametrize("policy", [Policy(draft_budget=0), Policy(lead=0, overlap=False)])
 def test_nothing_to_draft_is_plain_decoding(policy: Policy) -> None:
     costs = known_costs(7)
