@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
+import ray
 from ray.actor import ActorHandle
 
 from duo_ray import hardware
@@ -111,7 +112,9 @@ class Coordinator:
     async def start(self) -> PipelineInfo:
         """Wait until every actor is loaded and warm, and take over their measured times."""
         self._target_info: TargetInfo = await self._target_handle.describe.remote()
-        self._draft_infos: list[DraftInfo] = [await handle.describe.remote() for handle in self._draft_handles]
+        # Too large for an actor's settings, which Ray would have to keep for its restart.
+        tokenizer = ray.put(self._tokenizer)
+        self._draft_infos: list[DraftInfo] = [await handle.adapt.remote(tokenizer) for handle in self._draft_handles]
         for match in dict.fromkeys(info.vocabulary for info in self._draft_infos):
             if match.strategy is not Strategy.SAME:
                 logger.info("%s", match.describe())
@@ -123,7 +126,7 @@ class Coordinator:
             observe=lambda reply: self._costs.observe_target(reply.tokens, reply.span.seconds),
         )
         self._drafts = [
-            DraftPeer(f"draft-{i}", handle, self._meter, limit=slots, observe=self._learn_draft)
+            DraftPeer(f"draft-{i}", handle, self._meter, tokenizer=tokenizer, limit=slots, observe=self._learn_draft)
             for i, handle in enumerate(self._draft_handles)
         ]
         for peer in (self._target, *self._drafts):

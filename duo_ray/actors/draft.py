@@ -14,7 +14,7 @@ from duo_ray.actors.node import find_here, node_id
 from duo_ray.models.catalog import resolve_draft
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import VocabularyMatch
-from duo_ray.types import DraftBlock, DraftJob, DraftProbs
+from duo_ray.types import DraftBlock, DraftJob, DraftModel, DraftProbs, DuoRayError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,6 @@ class DraftSettings:
     max_context: int
     slots: int
     max_sequences: int
-    tokenizer: Tokenizer
-    """The target's, itself: its files are on the target's node."""
     vocabulary: str
     """models.draft.vocabulary: auto, or the name of a strategy."""
     warmup_steps: int
@@ -73,7 +71,6 @@ class DraftActor:
         if settings.cores:
             hardware.pin(settings.cores)
         from duo_ray.models.llama_cpp import LlamaCppDraft  # noqa: PLC0415 - the process is pinned first
-        from duo_ray.models.translating import adapt  # noqa: PLC0415
 
         self._settings = settings
         self._busy = threading.Lock()  # actor calls and the socket's thread take turns
@@ -84,21 +81,40 @@ class DraftActor:
             slots=settings.slots,
             max_sequences=settings.max_sequences,
         )
-        self._model, self._match = adapt(self._draft, settings.tokenizer, settings.vocabulary)
-        ratio = self._match.tokens_per_target_token
-        self._timings = tuple((width, ratio * s) for width, s in self._draft.warm_up(settings.warmup_steps))
+        self._timings = self._draft.warm_up(settings.warmup_steps)
+        self._adapted: tuple[DraftModel, DraftInfo] | None = None
 
-    def describe(self) -> DraftInfo:
+    def adapt(self, tokenizer: Tokenizer) -> DraftInfo:
+        """Learn the target's tokens, before any job; after a restart again.
+
+        Raises:
+            VocabularyError: the vocabularies do not allow what the configuration asks for.
+        """
+        from duo_ray.models.translating import adapt  # noqa: PLC0415 - as above
+
+        with self._busy:
+            if self._adapted is None:
+                model, match = adapt(self._draft, tokenizer, self._settings.vocabulary)
+                self._adapted = model, self._info(model, match)
+            return self._adapted[1]
+
+    def _info(self, model: DraftModel, match: VocabularyMatch) -> DraftInfo:
         return DraftInfo(
             pid=os.getpid(),
             node=node_id(),
             cores=self._settings.cores,
-            vocab_size=self._model.vocab_size,
-            max_context=self._model.max_context,
+            vocab_size=model.vocab_size,
+            max_context=model.max_context,
             memory_bytes=self._draft.memory_bytes(),
-            timings=self._timings,
-            vocabulary=self._match,
+            timings=tuple((width, match.tokens_per_target_token * seconds) for width, seconds in self._timings),
+            vocabulary=match,
         )
+
+    @property
+    def _model(self) -> DraftModel:
+        if self._adapted is None:
+            raise DuoRayError("the draft was not told the target's tokens: call adapt first")
+        return self._adapted[0]
 
     def draft(self, jobs: Sequence[DraftJob]) -> tuple[list[DraftBlock], tuple[DraftProbs | None, ...]]:
         """Blocks for the coordinator and, as an object of its own that only the target reads, their probabilities."""

@@ -133,15 +133,28 @@ class DraftPeer(_Peer):
     """One draft actor. `requests` counts those that use it, so that new ones go to the least busy."""
 
     def __init__(
-        self, name: str, handle: ActorHandle, meter: Meter, *, limit: int, observe: Callable[[DraftBlock], None]
+        self,
+        name: str,
+        handle: ActorHandle,
+        meter: Meter,
+        *,
+        tokenizer: ray.ObjectRef,
+        limit: int,
+        observe: Callable[[DraftBlock], None],
     ) -> None:
-        """`observe` is told, once for each call, the block that took part in most of its decodes."""
+        """`tokenizer` is the target's; `observe` is told, once a call, the block that took part in most decodes."""
         super().__init__(name, handle, meter)
+        self._tokenizer = tokenizer
         self.requests = 0
         self._observe = observe
         self._batcher: Batcher[DraftJob, Draft] = Batcher(
             self._call, isolate=_own_fault, limit=limit, alone=lambda job: job.reproducible
         )
+
+    async def connect(self) -> None:
+        """Tell the draft the target's tokens, which a restarted one has forgotten, and open the socket."""
+        await self._handle.adapt.remote(self._tokenizer)
+        await super().connect()
 
     async def draft(self, job: DraftJob) -> Draft:
         """Raises `DraftLost`, `UnknownPrefix`, or what the model raised."""

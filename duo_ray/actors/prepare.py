@@ -114,7 +114,6 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
                 max_context=_draft_context(draft.max_seq_len, draft_path, target_context, files.vocab_size),
                 slots=target.slots,
                 max_sequences=optimization.max_sequences,
-                tokenizer=tokenizer,
                 vocabulary=draft.vocabulary,
                 warmup_steps=max(1, -(-optimization.warmup_steps // _WARM_UP_SHAPES)),
             )

@@ -163,7 +163,7 @@ class TokenizerVocabulary:
         self._tokenizer = tokenizer
         self.size = tokenizer.vocab_size
         self.ends = tuple(sorted(tokenizer.eos_ids, key=lambda token: (token != tokenizer.eos_id, token)))
-        self.bos = tokenizer.bos_id if tokenizer.encode("a")[0] == tokenizer.bos_id else None
+        self.bos = tokenizer.bos_id if tokenizer.encode("a")[:1] == [tokenizer.bos_id] else None
         self.drops_first_space = bool(tokenizer.joining.first_without_spaces or tokenizer.joining.strip)
         self.opening = tokenizer.encode_spelled
         self.continuation = Continuation(tokenizer.encode_spelled, tokenizer.piece)
@@ -174,10 +174,6 @@ class TokenizerVocabulary:
         if self._tokenizer.is_special(token):
             return (self._tokenizer.text_of(token) or "").encode()
         return self._tokenizer.piece(token)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._tokenizer
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | None:
         return chat_or_none(self._tokenizer.chat, messages) if self._tokenizer.has_chat_template else None
@@ -238,7 +234,7 @@ class Counterparts:
         for piece, token in theirs.items():
             self.to_target[token] = ours.get(piece, -1)
         self.target_bytes, self.draft_bytes = _single_bytes(ours), _single_bytes(theirs)
-        self.to_draft = {int(ours): draft_id for draft_id, ours in enumerate(self.to_target.tolist()) if ours >= 0}
+        self.to_draft = {int(self.to_target[token]): int(token) for token in self.shared}
         for end, draft_end in zip(target.ends[:1], draft.ends[:1], strict=False):
             # The usual end of a text means the same, whatever it is called.
             if end not in self.to_draft and self.to_target[draft_end] < 0:
