@@ -28,7 +28,6 @@ class LlamaVocabulary:
         self.size: int = ll.llama_vocab_n_tokens(vocab)
         bos: int = ll.llama_vocab_bos(vocab)
         self.bos = bos if ll.llama_vocab_get_add_bos(vocab) and bos != _NO_TOKEN else None
-        self.drops_first_space = b"".join(self.piece(token) for token in self.opening("a")) == b" a"
         usual: int = ll.llama_vocab_eos(vocab)
         ends = [token for token in range(self.size) if ll.llama_vocab_is_eog(vocab, token)]
         self.ends = tuple(sorted(ends, key=lambda token: (token != usual, token)))
@@ -82,6 +81,11 @@ class LlamaVocabulary:
         return self._encode(text, parse_special=False)
 
     @cached_property
+    def drops_first_space(self) -> bool:
+        """See `Vocabulary.drops_first_space`."""
+        return b"".join(self.piece(token) for token in self.opening("a")) == b" a"
+
+    @cached_property
     def continuation(self) -> Continuation:
         """See `Vocabulary.continuation`."""
         return Continuation(self.opening, self.piece)
@@ -94,7 +98,19 @@ class LlamaVocabulary:
         ids = self._encode(render_chat(self._template or "", messages, self._special_texts), parse_special=True)
         return ids if self.bos is None or ids[:1] == [self.bos] else [self.bos, *ids]
 
+    @cached_property
+    def _lacks_bytes(self) -> bool:
+        """Whether there is text that this vocabulary cannot spell and llama.cpp ends the process over."""
+        kinds = (ll.llama_vocab_get_attr(self._vocab, token) for token in range(self.size))
+        is_spm: bool = ll.llama_vocab_type(self._vocab) == ll.LLAMA_VOCAB_TYPE_SPM
+        return is_spm and sum(bool(kind & ll.LLAMA_TOKEN_ATTR_BYTE) for kind in kinds) < 256
+
     def _encode(self, text: str, *, parse_special: bool) -> list[int]:
+        if self._lacks_bytes:
+            raise LlamaCppError(
+                "the draft's sentencepiece vocabulary lacks byte tokens, so not every text can be encoded for it: "
+                "choose another draft, or one with the target's vocabulary"
+            )
         raw = text.encode()
         tokens = (ll.llama_token * (len(raw) + 2))()
         count: int = ll.llama_tokenize(self._vocab, raw, len(raw), tokens, len(tokens), False, parse_special)

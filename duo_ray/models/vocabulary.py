@@ -54,8 +54,11 @@ class Vocabulary(Protocol):
     """The id that is put before every text; None where the model wants none."""
     ends: tuple[int, ...]
     """Ids that end a text, the usual one first."""
-    drops_first_space: bool
-    """Whether a space that the first token starts with is no part of the text."""
+
+    @property
+    def drops_first_space(self) -> bool:
+        """Whether a space that the first token starts with is no part of the text."""
+        ...
 
     def piece(self, token: int) -> bytes:
         """The bytes a token adds to a text; the name of a special one. Empty for an id that is not in use."""

@@ -8,6 +8,8 @@ from tokenizers import Tokenizer as Backend
 
 from duo_ray.core.context import IdLog
 from duo_ray.models.alignment import Alignment
+from duo_ray.models.llama_library import LlamaCppError
+from duo_ray.models.llama_vocabulary import LlamaVocabulary
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import (
     Counterparts,
@@ -19,6 +21,7 @@ from duo_ray.models.vocabulary import (
     compare,
     shared_mass,
 )
+from tests.models.tiny_gguf import write_tiny_llama
 from tests.models.tokenizers import byte_level, sentencepiece, unigram, wordpiece
 
 
@@ -173,3 +176,10 @@ class TestStart:
         ids = self.seen(TokenizerVocabulary(ours), theirs, ours.encode_spelled("ab</s>"))
         assert not any(theirs.is_special(token) for token in ids)
         assert b"".join(theirs.piece(token) for token in ids) == b"ab</s>"
+
+
+def test_a_vocabulary_that_cannot_spell_every_text_is_refused_not_crashed_into(tmp_path):
+    with LlamaVocabulary.open(write_tiny_llama(tmp_path / "tiny.gguf")) as theirs:
+        assert theirs.piece(2) == "\u4e00".encode()
+        with pytest.raises(LlamaCppError, match="lacks byte tokens"):
+            theirs.continuation("a")
