@@ -32,7 +32,6 @@ errors = Console(stderr=True)
 COLOURS = {Origin.ACCEPTED: "green", Origin.CORRECTION: "yellow", Origin.BONUS: "cyan", Origin.PLAIN: "default"}
 
 USAGE_ERROR = 2
-INTERRUPTED = 130
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="Settings file (config.yaml).")]
 Setting = Annotated[
@@ -390,14 +389,15 @@ def _start(config: Config) -> Iterator[Any]:
     """A running pipeline, with a progress bar on standard error while it starts."""
     from duo_ray.session import Duo  # noqa: PLC0415 - Ray is imported only by commands that need it
 
+    terminate = signal.getsignal(signal.SIGTERM)
     with _bar() as bar:
         task = bar.add_task("starting", total=None)
 
         def progress(text: str, share: float | None) -> None:
+            signal.signal(signal.SIGTERM, terminate)  # Ray puts its own handler there when it starts
             bar.update(task, description=text, total=None if share is None else 1.0, completed=share or 0.0)
 
         duo = Duo(config, progress=progress)
-    signal.signal(signal.SIGTERM, _terminate)  # Ray has put its own handler there, which ends the process at once
     with duo:
         yield duo
 
@@ -410,7 +410,13 @@ def _bar(*, quiet: bool = False) -> Progress:
 @contextmanager
 def _user_errors() -> Iterator[None]:
     """Errors a user can mend end as one line and exit code 2; Ctrl-C and SIGTERM clean up first."""
-    signal.signal(signal.SIGTERM, _terminate)
+    received: list[int] = []
+
+    def terminate(number: int, _frame: object) -> NoReturn:
+        received.append(number)
+        raise KeyboardInterrupt  # not SystemExit: Ray's calls turn that into one with exit code 1
+
+    signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     except DuoRayError as error:
@@ -418,14 +424,10 @@ def _user_errors() -> Iterator[None]:
         raise typer.Exit(USAGE_ERROR) from None
     except KeyboardInterrupt:
         errors.print("interrupted", style="dim")
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(128 + (received or [signal.SIGINT])[0]) from None
     except BrokenPipeError:
         sys.stderr.close()
         raise typer.Exit(0) from None
-
-
-def _terminate(number: int, _frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def main() -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 DUO_RAY = str(Path(sys.executable).with_name("duo-ray"))
@@ -142,28 +139,6 @@ def test_quantize_makes_a_smaller_file_and_names_a_wrong_type(demo_gguf, tmp_pat
     assert run("quantize", str(demo_gguf), str(out), "--type", "Q2_K").returncode == 0
     assert 0 < out.stat().st_size < demo_gguf.stat().st_size
     assert "Q9_Z" in refused("quantize", str(demo_gguf), str(tmp_path / "x.gguf"), "--type", "Q9_Z")
-
-
-@pytest.mark.ray
-@pytest.mark.models
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_command_leaves_no_process_behind(number):
-    with subprocess.Popen(
-        [DUO_RAY, "generate", "--max-tokens", "400", "--ignore-eos", *SMALL, "Tell me everything."],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout.read(1)
-            children = psutil.Process(process.pid).children(recursive=True)
-            assert children
-            process.send_signal(number)
-            process.stdout.read()
-            assert process.wait(timeout=60) in (130, 143)
-            _, alive = psutil.wait_procs(children, timeout=60)
-            assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.models

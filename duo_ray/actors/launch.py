@@ -203,7 +203,11 @@ def _join(settings: PipelineSettings) -> Callable[[], None]:
     if address:
         connect(address)
     else:
-        start_local(settings.footprint.bundles(TAGS))
+        try:
+            start_local(settings.footprint.bundles(TAGS))
+        except BaseException:  # Ctrl-C in the middle of it too
+            _leave()
+            raise
     return _leave
 
 
@@ -294,13 +298,16 @@ def _no_way_in(address: str, why: str) -> DuoRayError:
 
 def _place(bundles: Sequence[dict[str, float]]) -> PlacementGroup:
     group = placement_group(list(bundles), strategy="PACK", name=f"duo_ray-{new_request_id()}")
-    if not group.wait(PLACEMENT_LIMIT_S):
+    try:
+        if not group.wait(PLACEMENT_LIMIT_S):
+            raise DuoRayError(
+                f"the cluster has no room for the pipeline after {PLACEMENT_LIMIT_S:.0f} s: it needs {bundles}, free"
+                f" are {ray.available_resources()}. Draft nodes start with --resources '{{\"draft_cpu\": N}}', GPU"
+                " nodes with --resources '{\"target_gpu\": N}'"
+            )
+    except BaseException:
         remove_placement_group(group)
-        raise DuoRayError(
-            f"the cluster has no room for the pipeline after {PLACEMENT_LIMIT_S:.0f} s: it needs {bundles}, free are "
-            f"{ray.available_resources()}. Draft nodes start with --resources '{{\"draft_cpu\": N}}', GPU nodes with "
-            "--resources '{\"target_gpu\": N}'"
-        )
+        raise
     return group
 
 

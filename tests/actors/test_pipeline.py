@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -38,20 +39,22 @@ def test_the_target_alone_through_the_same_actors_gives_the_same_ids(duo, own):
 
 
 def test_the_stats_are_whole_and_agree_with_the_tokens(duo):
-    answer = duo.generate("Count from one to thirty in words.", temperature=0.0, max_tokens=60)
+    request = duo.request("Count from one to thirty in words.", temperature=0.0, max_tokens=60, draft_budget=4)
+    # Reproducible: every block is waited for, however busy the machine.
+    answer = duo.generate(replace(request, reproducible=True))
     stats = answer.stats
     assert {
         "target_steps", "draft_tokens", "accepted_tokens", "wasted_tokens", "mean_accepted", "acceptance_per_position",
         "gamma_history", "sequences_history", "t_target_ms", "t_draft_ms", "ttft_ms", "tokens_per_s",
         "round_overhead_ms", "target_idle", "draft_idle",
     } <= set(stats)  # fmt: skip
-    assert stats["accepted_tokens"] == sum(token.origin is Origin.ACCEPTED for token in answer.tokens) > 5
+    assert stats["accepted_tokens"] == sum(token.origin is Origin.ACCEPTED for token in answer.tokens) > 20
     assert stats["wasted_tokens"] == stats["draft_tokens"] - stats["accepted_tokens"]
     assert stats["target_steps"] < answer.completion_tokens == len(answer.tokens)
     assert 0 <= stats["target_idle"] <= 1
     assert 0 <= stats["draft_idle"] <= 1
     assert stats["round_overhead_ms"]["p50"] <= stats["round_overhead_ms"]["p90"]
-    assert answer.prompt_tokens == len(duo.request("Count from one to thirty in words.").prompt)
+    assert answer.prompt_tokens == len(request.prompt)
 
 
 def test_draft_and_target_of_one_request_work_at_the_same_time_in_every_step(duo):
