@@ -76,6 +76,7 @@ def test_a_lost_connection_is_an_error_of_its_own():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "excepthook", lambda _: release.set())
         connected(scenario, handlers={"leave": leave})
+        assert release.wait(60)
 
 
 def test_the_socket_leaves_no_file_behind(tmp_path, monkeypatch):

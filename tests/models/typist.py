@@ -29,7 +29,9 @@ class Typist:
             DraftSequence(Outcome(job.assumed, ids[0]), ids[1:], chance) if job.bets else DraftSequence(None, ids, 1.0)
             for ids, chance in self.sequences
         )
-        timings = tuple((len(self.sequences), 0.01) for _ in range(max((len(s.ids) for s in sequences), default=0)))
+        # The first token comes from the decode that reads the context.
+        decodes = max((len(ids) for ids, _ in self.sequences), default=1) - 1
+        timings = ((len(self.sequences), 0.01),) * decodes
         return DraftBlock(job.context.request_id, len(log), sequences, Span(0.0, 1.0), timings), None
 
     def release(self, request_id: str) -> None:
