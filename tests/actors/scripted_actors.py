@@ -15,6 +15,7 @@ from duo_ray.actors import wire
 from duo_ray.actors.draft import DraftInfo
 from duo_ray.actors.target import Judged, ProbsPick, TargetInfo
 from duo_ray.models.scripted import ScriptedDraft, ScriptedTarget, mixed_table, random_table
+from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import Strategy, VocabularyMatch, VocabularyReport
 from duo_ray.types import DraftBlock, DraftJob, DraftProbs, TargetReply, VerifyJob
 
@@ -98,7 +99,7 @@ class ScriptedDraftActor(_Recording):
         super().__init__(seconds)
         self._model = ScriptedDraft(mixed_table(TABLE, random_table(VOCAB, 2), 0.2), VOCAB, max_context=CONTEXT)
 
-    def describe(self) -> DraftInfo:
+    def adapt(self, _tokenizer: Tokenizer) -> DraftInfo:
         timings = tuple((width, self._seconds * (1 + 0.1 * width)) for width in (1, 2, 4))
         same = VocabularyMatch(VocabularyReport(VOCAB, VOCAB, VOCAB, None, VOCAB, (), ()), Strategy.SAME, "one table")
         return DraftInfo(os.getpid(), ray.get_runtime_context().get_node_id(), (), VOCAB, CONTEXT, 0, timings, same)
