@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import pytest
 import ray
@@ -73,8 +74,12 @@ def run(scenario, settings, models):
         return result
 
     result = asyncio.run(asyncio.wait_for(whole(), 240))
-    held = [ray.get(actor.held.remote()) for actor in (target, *drafts)]
-    assert held in ([set(), set(), set()], [{"last"}, set(), set()], [{"last"}, {"last"}, set()])
+    # A release of the draft that "last" did not go to may still wait behind a job of a request that has ended.
+    fine = ([set(), set(), set()], [{"last"}, set(), set()], [{"last"}, {"last"}, set()])
+    deadline = time.monotonic() + 60
+    while (held := [ray.get(actor.held.remote()) for actor in (target, *drafts)]) not in fine:
+        assert time.monotonic() < deadline, held
+        time.sleep(0.1)
     for actor in (target, *drafts):
         ray.get(actor.release.remote("last"))
     return result
