@@ -58,7 +58,9 @@ def test_the_stats_are_whole_and_agree_with_the_tokens(duo):
 
 
 def test_draft_and_target_of_one_request_work_at_the_same_time_in_every_step(duo):
-    request = duo.request("Count from one to fifty in words.", temperature=0.0, max_tokens=60, trace=True, draft_budget=4)
+    request = duo.request(
+        "Count from one to fifty in words.", temperature=0.0, max_tokens=60, trace=True, draft_budget=4
+    )
     # Reproducible: planned by calibrated times, so that a busy machine does not make it decode plainly.
     answer = duo.generate(replace(request, reproducible=True))
     verify = [event.span for event in answer.trace if event.name == "verify"][1:]
