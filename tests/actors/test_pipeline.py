@@ -59,7 +59,12 @@ def test_the_stats_are_whole_and_agree_with_the_tokens(duo):
 
 def test_draft_and_target_of_one_request_work_at_the_same_time_in_every_step(duo):
     request = duo.request(
-        "Count from one to fifty in words.", temperature=0.0, max_tokens=60, trace=True, draft_budget=4
+        "Count from one to fifty in words.",
+        temperature=0.0,
+        max_tokens=60,
+        ignore_eos=True,
+        trace=True,
+        draft_budget=4,
     )
     # Reproducible: planned by calibrated times, so that a busy machine does not make it decode plainly.
     answer = duo.generate(replace(request, reproducible=True))
