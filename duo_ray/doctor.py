@@ -24,10 +24,11 @@ _GIB = 2**30
 
 @dataclass(slots=True)
 class Report:
-    """What was found: sections of (name, value), and what does not work."""
+    """What was found: sections of (name, value), what does not work, and what works worse than it could."""
 
     sections: dict[str, dict[str, object]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     costs: dict[str, object] | None = None
     """Measured seconds as `Costs.as_dict` gives them, for `duo-ray plan --from`."""
 
@@ -41,6 +42,8 @@ class Report:
                 console.print(f"  {name:<22} {escape(str(value))}", soft_wrap=True)
         for problem in self.problems:
             console.print(f"[bold red]problem:[/] {escape(problem)}", soft_wrap=True)
+        for warning in self.warnings:
+            console.print(f"[bold yellow]warning:[/] {escape(warning)}", soft_wrap=True)
         if not self.problems:
             console.print("[green]nothing wrong was found[/]")
 
@@ -80,7 +83,7 @@ def _machine(report: Report) -> None:
         "load": ", ".join(f"{share:.0%}" for share in load.cores) + " of each core",
     }
     if load.cores and min(load.cores) > 0.5:
-        report.problems.append(
+        report.warnings.append(
             "every core is more than half busy with other work: times will be worse than they could be"
         )
 

@@ -125,6 +125,7 @@ def test_check_names_the_line_that_is_no_prompt(tmp_path):
 @pytest.mark.models
 def test_doctor_says_what_was_chosen_and_what_is_wrong():
     done = run("doctor", "--json")
+    assert done.returncode == 0, done.stdout  # a busy machine is a warning
     report = json.loads(done.stdout)
     assert report["sections"]["machine"]["cores"]
     assert report["sections"]["choices"]["target precision"] in ("float32", "bfloat16")
