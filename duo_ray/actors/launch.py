@@ -156,7 +156,8 @@ def start_models(
     Models restart by themselves; no call is retried by Ray: the coordinator knows what to send again.
     """
     settings = _from_this_node(settings)
-    always: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
+    # Thousands of calls a minute: their events keep Ray's head and its agents busy for longer than the calls took.
+    always: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0, "enable_task_events": False}
     target = _start(TargetActor, group, 1, bundles[1], settings.target, **always)
     drafts = [
         _start(DraftActor, group, index, bundles[index], draft, **always)
