@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-import numpy as np
 import ray
 from ray.actor import ActorHandle
 
@@ -18,8 +17,8 @@ from duo_ray.actors.draft import DraftInfo
 from duo_ray.actors.peers import Draft, DraftLost, DraftPeer, Judgement, ProbsHandle, ProbsLost, TargetLost, TargetPeer
 from duo_ray.actors.rounds import Rounds
 from duo_ray.actors.target import TargetInfo
-from duo_ray.core.budget import SharedBudget
 from duo_ray.core.gamma import Acceptance, Costs, GammaController, Plan, Policy
+from duo_ray.core.round import RoundPlanner
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
 from duo_ray.metrics import Meter, RequestMeter, StepTimes
@@ -39,11 +38,6 @@ from duo_ray.types import (
 )
 
 logger = logging.getLogger(__name__)
-
-_LONGEST_PASS = 2.0
-"""A pass with others' prefill may take this many times as long as one without."""
-_SMALLEST_CHUNK = 8
-"""Prompt tokens a request may always prefill in a round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +93,12 @@ class Coordinator:
         self._tokenizer = Tokenizer.load(settings.tokenizer_path)
         self._acceptance = Acceptance()
         self._costs = Costs()
-        self._budget = SharedBudget(settings.policy, self._costs)
+        self._planner: RoundPlanner[_Run] = RoundPlanner(
+            settings.policy, self._costs, drafts=len(drafts), chunk=settings.chunk
+        )
         self._rounds: Rounds[_Run] = Rounds(self._begin_round)
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._queued = 0
-        self._planned = 0.0
-        """Estimate of this round's draft call, seconds."""
-        self._began = 0.0
-        self._ordinary: frozenset[_Run] = frozenset()
-        """The requests of the round before; none if one of them was in its prefill."""
 
     async def start(self) -> PipelineInfo:
         """Wait until every actor is loaded and warm, and take over their measured times."""
@@ -208,40 +199,7 @@ class Coordinator:
         return Load(running=len(self._rounds), queued=self._queued)
 
     def _begin_round(self, runs: Sequence[_Run]) -> list[_Run]:
-        """Plan what each of these requests does in the round they begin together; returns those with a lead."""
-        rows = len(self._rounds)
-        sharing = [run for run in runs if run.shares_budget] if rows > 1 else []
-        seats = [run.decoding.seat() for run in sharing]
-        now, ordinary = time.time(), self._ordinary
-        elapsed = now - self._began if ordinary == frozenset(runs) else None
-        self._began, self._ordinary = now, frozenset(runs if not any(run.prefilling for run in runs) else ())
-        busy = any(run.waits_for_draft for run in runs)
-        shared = self._budget.plan(seats, rows=rows, drafts=len(self._drafts), elapsed=elapsed, busy=busy)
-        plans = dict(zip(sharing, shared, strict=True))
-        chunk = self._chunk(runs)
-        leading = [run for run in runs if run.begin_round(plans.get(run), chunk)]
-        self._planned = self._draft_seconds([run.decoding.gamma for run in runs if not run.prefilling])
-        return leading
-
-    def _draft_seconds(self, gammas: Sequence[int]) -> float:
-        """Estimate of one draft call: decode k advances every block longer than k."""
-        drafts = max(1, len(self._drafts))
-        widths = [sum(gamma > k for gamma in gammas) for k in range(max(gammas, default=0))]
-        return sum(self._costs.draft_seconds(max(1.0, width / drafts)) for width in widths)
-
-    def _chunk(self, runs: Sequence[_Run]) -> int:
-        """Prompt tokens each request may prefill in a round.
-
-        While others stream, a pass with all of them takes about twice as long as one without.
-        """
-        prefilling = sum(run.prefilling for run in runs)
-        streaming = len(runs) - prefilling
-        if not (prefilling and streaming):
-            return self._settings.chunk
-        sizes = np.arange(1.0, self._settings.chunk + 1)
-        limit = _LONGEST_PASS * self._costs.target_seconds(streaming)
-        fits = int(np.searchsorted(self._costs.target_curve(streaming + sizes), limit))
-        return max(_SMALLEST_CHUNK, fits // prefilling)
+        return self._planner.begin(runs, rows=len(self._rounds), now=time.time())
 
     # --- for _Run
 
@@ -252,6 +210,10 @@ class Coordinator:
     @property
     def rounds(self) -> Rounds[_Run]:
         return self._rounds
+
+    @property
+    def planner(self) -> RoundPlanner[_Run]:
+        return self._planner
 
     def choose_draft(self) -> DraftPeer | None:
         """The least busy draft that answers, else the least busy one."""
@@ -288,21 +250,6 @@ class Coordinator:
         """Estimate of a target pass over one token of each of so many requests."""
         return self._costs.target_seconds(requests)
 
-    def patience(self, request: Request, budget: int, sent: float) -> float | None:
-        """Seconds to wait from now for `budget` drafted tokens asked for at time `sent`; None: as long as it takes.
-
-        Half as long again as they should take, and no less than a plain pass of a request alone: while one is waited
-        for, the other could have been done. When others wait too, a quarter of that. A reproducible request waits,
-        whatever the time.
-        """
-        if request.reproducible:
-            return None
-        if len(self._rounds) == 1:
-            least, expected = self._costs.target_seconds(1), budget * self._costs.draft_seconds(1)
-        else:
-            least, expected = self._costs.target_seconds(1) / 4, self._planned
-        return max(least, sent + 1.5 * expected - time.time())
-
 
 class _Run:
     """One request on its way through the actors."""
@@ -310,7 +257,7 @@ class _Run:
     def __init__(self, coordinator: Coordinator, request: Request, meter: RequestMeter, arrived: float) -> None:
         self._coordinator = coordinator
         self._meter = meter
-        self._rounds = coordinator.rounds
+        self._rounds, self._planner = coordinator.rounds, coordinator.planner
         self._request = request
         self._draft = coordinator.choose_draft() if request.draft else None
         self._stats = RequestStats(started=arrived, queued_s=time.time() - arrived)
@@ -373,8 +320,9 @@ class _Run:
             # Shown at once: the first token does not wait for the draft's prompt pass.
             emit(tokens + decoding.settle())
             tokens, stats.first_token = [], time.time()
-        waits = job is not None and not first and decoding.worth_waiting
-        patience = self._coordinator.patience(self._request, job.budget, sent) if job is not None and waits else 0.0
+        patience = 0.0
+        if job is not None and not first and decoding.worth_waiting:
+            patience = self._planner.patience(job.budget, waited=time.time() - sent, rows=len(self._rounds))
         block = await self._collect(patience)
         # One message a step: each costs the processes at both ends time that the models could use.
         emit(tokens + decoding.settle())
@@ -398,16 +346,13 @@ class _Run:
         job = self.decoding.lead_job()
         if job is None:
             return None
-        sent = time.time()
         self._pending = self._ask(job)
-        patience = self._coordinator.patience(self._request, job.budget, sent)
-        if patience is None:
+        if self._request.reproducible:
             with self._rounds.away(self):
                 await asyncio.wait([self._pending])
         else:
-            # Alone, nothing else could be done meanwhile, and after plain steps there is a stretch of context to read.
-            least = 1.0 if len(self._rounds) == 1 else 0.0
-            await asyncio.wait([self._pending], timeout=max(least, patience))
+            patience = self._planner.lead_patience(job.budget, rows=len(self._rounds))
+            await asyncio.wait([self._pending], timeout=patience)
             self._rounds.led(self)
         if not self._pending.done():
             return None
@@ -441,7 +386,7 @@ class _Run:
                     return judgement
                 await self._rounds.join(self)
 
-    async def _collect(self, patience: float | None) -> DraftBlock | None:
+    async def _collect(self, patience: float) -> DraftBlock | None:
         """The block written meanwhile, if it comes within `patience` seconds.
 
         One that is late already (a prompt pass, a busy core) is not waited for: the target goes on alone.

@@ -130,9 +130,8 @@ class SharedBudget:
         """How long the coming round should take."""
         costs = self._costs
         leads = [plan.lead for seat, plan in zip(seats, plans, strict=True) if plan.lead and not seat.hand]
-        widths = [sum(plan.gamma > k for plan in plans) for k in range(max(plan.gamma for plan in plans))]
         lead_seconds = max(leads, default=0) * costs.draft_seconds(max(1.0, len(leads) / drafts))
-        drafting = sum(costs.draft_seconds(max(1.0, width / drafts)) for width in widths)
+        drafting = draft_call_seconds(costs, [plan.gamma for plan in plans], drafts)
         tokens = rows + sum(seat.hand for seat in seats) + sum(leads)
         return lead_seconds + max(costs.target_seconds(tokens), drafting) + costs.overhead
 
@@ -223,6 +222,15 @@ class SharedBudget:
         self._gap = min(2 * self._gap, self._FREE_GAP if drafting <= second else self._LONGEST_GAP)
         self._wait = self._gap
         return plan
+
+
+def draft_call_seconds(costs: Costs, gammas: Sequence[int], drafts: int) -> float:
+    """Estimate of one draft call for blocks of these budgets, spread over so many draft actors.
+
+    Decode k advances every block longer than k.
+    """
+    widths = [sum(gamma > k for gamma in gammas) for k in range(max(gammas, default=0))]
+    return sum(costs.draft_seconds(max(1.0, width / max(1, drafts))) for width in widths)
 
 
 def shared_rates(

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from duo_ray.actors.batching import Batcher
 from duo_ray.actors.rounds import Rounds
-from duo_ray.core.budget import SharedBudget
 from duo_ray.core.context import common_prefix
 from duo_ray.core.gamma import LARGEST, Acceptance, Costs, GammaController, Plan, Policy
+from duo_ray.core.round import RoundPlanner
 from duo_ray.core.sequences import open_heads, split
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
@@ -44,9 +44,6 @@ from duo_ray.types import (
 
 _WARM_TARGET, _WARM_DRAFT = (1, 2, 4, 8, 16, 32), (1, 2, 4)
 """Widths that both models are timed at before the first request."""
-
-_LONGEST_PASS, _SMALLEST_CHUNK = 2.0, 8
-"""Bounds of a prefill beside others' streams, those of the coordinator."""
 
 _RUNNER_UP = 0.5
 """Of the probability the draft leaves to other tokens than its best, the share of the next best one; and so on."""
@@ -249,13 +246,13 @@ class _World:
         self.served: list[Served] = []
         self.rounds: Rounds[_Stream] = Rounds(self._begin_round)
         self._policy, self._max_sequences = policy, max_sequences
-        self._budget = SharedBudget(policy, self.costs)
         self._random = np.random.default_rng([seed, 0])
         self.target = _Model(self._verify, hardware.slots)
         self.drafts = [_Model(self._draft, hardware.slots) for _ in range(hardware.draft_actors if draft else 0)]
+        self.planner: RoundPlanner[_Stream] = RoundPlanner(
+            policy, self.costs, drafts=len(self.drafts), chunk=hardware.chunk
+        )
         self._slots = asyncio.Semaphore(hardware.slots)
-        self._began = self._planned = 0.0
-        self._ordinary: frozenset[_Stream] = frozenset()
         for n in _WARM_TARGET:
             self.costs.observe_target(n, hardware.target(n))
         for k in _WARM_DRAFT:
@@ -307,44 +304,7 @@ class _World:
         )
 
     def _begin_round(self, streams: Sequence[_Stream]) -> list[_Stream]:
-        """As the coordinator does it."""
-        rows = len(self.rounds)
-        sharing = [stream for stream in streams if stream.shares_budget] if rows > 1 else []
-        seats = [stream.decoding.seat() for stream in sharing]
-        now, ordinary = _now(), self._ordinary
-        elapsed = now - self._began if ordinary == frozenset(streams) else None
-        self._began = now
-        self._ordinary = frozenset(streams if not any(stream.prefilling for stream in streams) else ())
-        busy = any(stream.waits_for_draft for stream in streams)
-        shared = self._budget.plan(seats, rows=rows, drafts=len(self.drafts), elapsed=elapsed, busy=busy)
-        plans = dict(zip(sharing, shared, strict=True))
-        chunk = self._chunk(streams)
-        leading = [stream for stream in streams if stream.begin_round(plans.get(stream), chunk)]
-        self._planned = self._draft_seconds([s.decoding.gamma for s in streams if not s.prefilling])
-        return leading
-
-    def _draft_seconds(self, gammas: Sequence[int]) -> float:
-        drafts = max(1, len(self.drafts))
-        widths = [sum(gamma > k for gamma in gammas) for k in range(max(gammas, default=0))]
-        return sum(self.costs.draft_seconds(max(1.0, width / drafts)) for width in widths)
-
-    def _chunk(self, streams: Sequence[_Stream]) -> int:
-        prefilling = sum(stream.prefilling for stream in streams)
-        streaming = len(streams) - prefilling
-        if not (prefilling and streaming):
-            return self.hardware.chunk
-        sizes = np.arange(1.0, self.hardware.chunk + 1)
-        limit = _LONGEST_PASS * self.costs.target_seconds(streaming)
-        fits = int(np.searchsorted(self.costs.target_curve(streaming + sizes), limit))
-        return max(_SMALLEST_CHUNK, fits // prefilling)
-
-    def patience(self, budget: int, waited: float) -> float:
-        """Seconds to wait from now for `budget` drafted tokens that were asked for `waited` seconds ago."""
-        if len(self.rounds) == 1:
-            least, expected = self.costs.target_seconds(1), budget * self.costs.draft_seconds(1)
-        else:
-            least, expected = self.costs.target_seconds(1) / 4, self._planned
-        return max(least, 1.5 * expected - waited)
+        return self.planner.begin(streams, rows=len(self.rounds), now=_now())
 
     # --- models
 
@@ -450,7 +410,7 @@ class _Stream:
         self.decoding = world.decoding(number, self.stats)
         self.plans: list[Plan] = []
         self.prefilling = True
-        self._world, self._rounds = world, world.rounds
+        self._world, self._rounds, self._planner = world, world.rounds, world.planner
         self._guesses = _Guesses(world.text, [world.seed, 2, number])
         self._draft = min(world.drafts, key=lambda draft: draft.requests, default=None)
         self._without_draft = "no draft" if self._draft is None else None
@@ -504,8 +464,9 @@ class _Stream:
         if first:
             decoding.settle()
             stats.first_token = _now()
-        waits = job is not None and not first and decoding.worth_waiting
-        patience = self._patience(job.budget, sent) if job is not None and waits else 0.0
+        patience = 0.0
+        if job is not None and not first and decoding.worth_waiting:
+            patience = self._planner.patience(job.budget, waited=_now() - sent, rows=len(self._rounds))
         block = await self._collect(patience)
         decoding.settle()
         self._in_step = False
@@ -520,10 +481,8 @@ class _Stream:
         job = self.decoding.lead_job()
         if job is None:
             return None
-        sent = _now()
         self._pending = self._ask(job)
-        least = 1.0 if len(self._rounds) == 1 else 0.0
-        await asyncio.wait([self._pending], timeout=max(least, self._patience(job.budget, sent)))
+        await asyncio.wait([self._pending], timeout=self._planner.lead_patience(job.budget, rows=len(self._rounds)))
         self._rounds.led(self)
         lead = self._take()
         if lead is not None:
@@ -564,9 +523,6 @@ class _Stream:
             return None
         pending, self._pending = self._pending, None
         return pending.result()
-
-    def _patience(self, budget: int, sent: float) -> float:
-        return self._world.patience(budget, _now() - sent)
 
     # --- the draft's side
 
