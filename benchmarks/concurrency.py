@@ -25,7 +25,7 @@ from rich.progress import track
 
 from benchmarks.pipeline import PROMPTS
 from duo_ray.config import load_config
-from duo_ray.hardware import detect_machine
+from duo_ray.hardware.machine import detect_machine
 from duo_ray.session import Duo
 from duo_ray.types import Finished, Ids
 

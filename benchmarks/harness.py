@@ -23,7 +23,7 @@ from benchmarks.ours import VARIANTS, Engine
 from benchmarks.peers import PEERS, Peer, PeerSettings, unavailable
 from benchmarks.tasks import Prompt, read_tasks
 from duo_ray.config import Config
-from duo_ray.hardware import Machine
+from duo_ray.hardware.machine import Machine
 from duo_ray.models.catalog import resolve_draft, resolve_target
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.types import DuoRayError

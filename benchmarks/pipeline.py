@@ -28,7 +28,7 @@ from rich.progress import track
 from benchmarks.drafts import demo_draft, poor_draft, random_draft
 from duo_ray.actors.launch import start_local
 from duo_ray.config import load_config
-from duo_ray.hardware import detect_machine
+from duo_ray.hardware.machine import detect_machine
 from duo_ray.session import Answer, Duo
 
 PROMPTS = (

@@ -28,7 +28,7 @@ from deployments.replica import Replica
 from duo_ray.actors.launch import COORDINATOR_MEMORY, connect, prefer_busy_workers, tags_of_cluster
 from duo_ray.actors.prepare import plan_footprint
 from duo_ray.config import Config, load_config
-from duo_ray.hardware import detect_machine
+from duo_ray.hardware.machine import detect_machine
 
 LIGHT_REQUESTS = 16
 """How many requests that generate nothing (health, metrics, the page) get through while all places are taken."""

@@ -13,7 +13,9 @@ from duo_ray.actors.launch import TAGS
 from duo_ray.actors.prepare import Prepared, Progress, prepare
 from duo_ray.config import Config
 from duo_ray.core.gamma import Costs
-from duo_ray.hardware import detect_machine, sample_load, show_cores
+from duo_ray.hardware.cores import show_cores
+from duo_ray.hardware.load import sample_load
+from duo_ray.hardware.machine import detect_machine
 from duo_ray.models.calibration import read_calibration
 from duo_ray.session import Duo
 from duo_ray.types import DuoRayError

@@ -22,7 +22,7 @@ from ray.serve.schema import ServeDeploySchema
 import deployments
 from duo_ray.actors.launch import TAGS
 from duo_ray.actors.prepare import plan_footprint
-from duo_ray.hardware import detect_machine
+from duo_ray.hardware.machine import detect_machine
 from tests import kuberay
 
 ROOT = Path(__file__).parents[1]

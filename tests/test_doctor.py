@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from duo_ray import doctor
-from duo_ray.hardware import sample_load
+from duo_ray.hardware.load import sample_load
 
 
 @pytest.mark.parametrize(("busy", "warned"), [(0.2, False), (0.9, True)])

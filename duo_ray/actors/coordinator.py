@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 import ray
 from ray.actor import ActorHandle
 
-from duo_ray import hardware
 from duo_ray.actors.draft import DraftInfo
 from duo_ray.actors.peers import Draft, DraftLost, DraftPeer, Judgement, ProbsHandle, ProbsLost, TargetLost, TargetPeer
 from duo_ray.actors.rounds import Rounds
@@ -21,6 +20,7 @@ from duo_ray.core.gamma import Acceptance, Costs, GammaController, Plan, Policy
 from duo_ray.core.round import RoundPlanner
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
+from duo_ray.hardware.load import sample_load
 from duo_ray.metrics import Meter, RequestMeter, StepTimes
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import Strategy
@@ -448,7 +448,7 @@ class _Run:
         reason = decoding.generation.finish_reason
         if reason is None:
             raise DuoRayError("the stream ended before the request did")
-        self._stats.load = asdict(hardware.sample_load(seconds=0.0))
+        self._stats.load = asdict(sample_load(seconds=0.0))
         stats = self._stats.as_dict()
         self._meter.finished(reason)
         return Finished(reason, self._stats.prompt_tokens, self._stats.completion_tokens, stats, tuple(self._trace))

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from duo_ray import hardware
 from duo_ray.actors import wire
 from duo_ray.actors.node import find_here, node_id
+from duo_ray.hardware.cores import pin
 from duo_ray.models.catalog import resolve_draft
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import VocabularyMatch
@@ -69,7 +69,7 @@ class DraftActor:
         settings = settings.here()
         # Before llama.cpp starts its threads: they inherit the affinity.
         if settings.cores:
-            hardware.pin(settings.cores)
+            pin(settings.cores)
         from duo_ray.models.llama_cpp import LlamaCppDraft  # noqa: PLC0415 - the process is pinned first
 
         self._settings = settings

@@ -15,7 +15,9 @@ from duo_ray.actors.launch import Footprint, PipelineSettings
 from duo_ray.actors.target import TargetSettings
 from duo_ray.config import Config
 from duo_ray.core.gamma import Policy
-from duo_ray.hardware import CoreClaims, Machine, Plan, check_machine, detect_machine, make_plan, show_cores
+from duo_ray.hardware.cores import CoreClaims, show_cores
+from duo_ray.hardware.machine import Machine, detect_machine
+from duo_ray.hardware.placement import Plan, check_machine, make_plan
 from duo_ray.models.calibration import Calibration, calibration_file, read_calibration, write_calibration
 from duo_ray.models.catalog import TargetFiles, context_length, resolve_draft, resolve_target
 from duo_ray.models.gguf_header import read_gguf
@@ -136,7 +138,7 @@ def plan_footprint(config: Config, machine: Machine) -> Footprint:
     """What a pipeline takes, known before any model is looked at.
 
     Raises:
-        ConfigError: see `hardware.make_plan`.
+        ConfigError: see `hardware.placement.make_plan`.
     """
     return _footprint(make_plan(config, machine))
 

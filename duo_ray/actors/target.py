@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from duo_ray import hardware
 from duo_ray.actors import wire
 from duo_ray.actors.node import find_here, node_id
+from duo_ray.hardware.cores import pin
 from duo_ray.models.catalog import resolve_target
 from duo_ray.types import DraftProbs, TargetReply, VerifyJob
 
@@ -80,7 +80,7 @@ class TargetActor:
     def __init__(self, settings: TargetSettings) -> None:
         settings = settings.here()
         if settings.cores:
-            hardware.pin(settings.cores)
+            pin(settings.cores)
         from transformers.utils import logging  # noqa: PLC0415 - the process is pinned first
 
         from duo_ray.models.transformers import TransformersTarget  # noqa: PLC0415

@@ -10,7 +10,7 @@ from statistics import fmean
 
 import numpy as np
 
-from duo_ray.hardware import detect_machine
+from duo_ray.hardware.machine import detect_machine
 from duo_ray.models.alignment import Alignment
 from duo_ray.models.conversation import ConversationReader
 from duo_ray.models.llama_cpp import LlamaCppDraft

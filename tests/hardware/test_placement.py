@@ -1,55 +1,27 @@
 """Who gets which core, and what is refused on which machine."""
 
-import os
-import subprocess
-import sys
-from dataclasses import replace
-from pathlib import Path
+from __future__ import annotations
 
-import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duo_ray import hardware
 from duo_ray.config import ConfigError, load_config
-from duo_ray.hardware import (
-    CoreClaims,
+from duo_ray.hardware.machine import Machine
+from duo_ray.hardware.placement import (
     CoreSplit,
-    Gpu,
-    Machine,
     Plan,
     Share,
     check_machine,
-    detect_machine,
     make_plan,
-    pin,
     plan_cores,
-    sample_load,
-    show_cores,
     split_cores,
     target_device,
     usable_cores,
 )
+from tests.hardware.machines import A800, machine
 
-A800 = Gpu("NVIDIA A800-SXM4-80GB", 80 << 30, "570.1")
-
-
-def machine(
-    *nodes: range, gpus: tuple[Gpu, ...] = (), present: int | None = None, cpu_limit: float | None = None
-) -> Machine:
-    cores = tuple(core for node in nodes for core in node)
-    return Machine(
-        cores=cores,
-        present=tuple(range(present or len(cores))),
-        numa_nodes=tuple(tuple(node) for node in nodes),
-        memory_total=64 << 30,
-        memory_available=32 << 30,
-        cpu="test",
-        isa=frozenset({"avx2"}),
-        gpus=gpus,
-        cpu_limit=cpu_limit,
-    )
+CLUSTER = {"hardware.machine": "cluster", "models.target.device": "cuda"}
 
 
 class TestSplit:
@@ -232,234 +204,6 @@ class TestCheck:
     def test_without_a_draft_all_cores_are_the_targets(self) -> None:
         config = load_config(overrides={"models.draft.model": None})
         assert plan_cores(config, machine(range(4))) == CoreSplit((0, 1, 2, 3), ())
-
-
-class TestClaims:
-    def test_a_pipeline_takes_cores_that_no_other_one_has(self, tmp_path: Path) -> None:
-        config = load_config(overrides={"hardware.cpu_cores": 3})
-        first, second = CoreClaims(tmp_path), CoreClaims(tmp_path)
-        with first.choosing() as claimed:
-            assert not claimed
-            first.take(usable_cores(config, replace(machine(range(8)), claimed=claimed)))
-        with second.choosing() as claimed:
-            assert claimed == {0, 1, 2}
-            assert usable_cores(config, replace(machine(range(8)), claimed=claimed)) == (3, 4, 5)
-
-    def test_cores_are_shared_when_there_are_too_few(self) -> None:
-        config = load_config(overrides={"hardware.cpu_cores": 3})
-        assert usable_cores(config, replace(machine(range(4)), claimed=frozenset({0, 1}))) == (0, 2, 3)
-
-    def test_released_cores_are_free_again(self, tmp_path: Path) -> None:
-        claims = CoreClaims(tmp_path)
-        claims.take([4, 5])
-        claims.release()
-        with CoreClaims(tmp_path).choosing() as claimed:
-            assert not claimed
-
-    def test_a_claim_ends_with_its_process_however_that_ends(self, tmp_path: Path) -> None:
-        code = """
-import sys, time
-from pathlib import Path
-from duo_ray.hardware import CoreClaims
-claims = CoreClaims(Path(sys.argv[1]))
-claims.take([4])
-print(flush=True)
-time.sleep(600)
-"""
-        with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as other:
-            assert other.stdout is not None
-            other.stdout.readline()
-            with CoreClaims(tmp_path).choosing() as claimed:
-                assert claimed == {4}
-            other.kill()
-            other.wait()
-            with CoreClaims(tmp_path).choosing() as claimed:
-                assert not claimed
-
-
-class TestDetection:
-    def test_this_machine_is_described(self) -> None:
-        here = detect_machine()
-        assert set(here.cores) == os.sched_getaffinity(0)
-        assert sorted(core for node in here.numa_nodes for core in node) == list(here.cores)
-        assert here.memory_total == psutil.virtual_memory().total
-        assert 0 < here.effective_cores <= len(here.cores)
-
-    def test_a_machine_that_tells_nothing_is_no_error(self, tmp_path: Path) -> None:
-        here = detect_machine(tmp_path)
-        assert here.numa_nodes == (here.cores,)
-        assert here.isa == frozenset()
-        assert here.cpu_limit is None
-
-    def test_cpu_flags_are_summed_up(self, tmp_path: Path) -> None:
-        (tmp_path / "proc").mkdir()
-        (tmp_path / "proc/cpuinfo").write_text(
-            "model name\t: A CPU\nflags\t\t: sse2 avx2 avx512f avx512_vnni amx_tile\n"
-        )
-        here = detect_machine(tmp_path)
-        assert here.cpu == "A CPU"
-        assert here.isa == {"avx2", "avx512", "vnni", "amx"}
-
-    def test_numa_nodes_come_in_numeric_order(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for node, cores in {"node0": "0-1", "node10": "4-5", "node2": "2-3"}.items():
-            (tmp_path / "sys/devices/system/node" / node).mkdir(parents=True)
-            (tmp_path / "sys/devices/system/node" / node / "cpulist").write_text(cores + "\n")
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
-        assert detect_machine(tmp_path).numa_nodes == ((0, 1), (2, 3), (4,))
-
-    @pytest.mark.parametrize(
-        ("group", "files", "limit"),
-        [
-            ("0::/", {"sys/fs/cgroup/cpu.max": "250000 100000"}, 2.5),
-            ("0::/", {"sys/fs/cgroup/cpu.max": "max 100000"}, None),
-            ("0::/../..", {"sys/fs/cgroup/cpu.max": "100000 100000"}, 1.0),
-            (
-                "0::/a/b",
-                {"sys/fs/cgroup/a/b/cpu.max": "max 100000", "sys/fs/cgroup/a/cpu.max": "400000 100000"},
-                4.0,
-            ),
-            (
-                "4:cpu,cpuacct:/docker/x\n0::/",
-                {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"},
-                1.5,
-            ),
-            (
-                "4:cpu,cpuacct:/",
-                {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"},
-                None,
-            ),
-        ],
-    )
-    def test_a_container_limit_is_found(
-        self, tmp_path: Path, group: str, files: dict[str, str], limit: float | None
-    ) -> None:
-        for name, text in {"proc/self/cgroup": group, **files}.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text + "\n")
-        assert detect_machine(tmp_path).cpu_limit == limit
-
-    def test_load_has_one_share_for_each_core(self) -> None:
-        load = sample_load(0.01)
-        assert len(load.cores) == psutil.cpu_count()
-        assert all(0.0 <= share <= 1.0 for share in load.cores)
-        assert 0 < load.memory_used < load.memory_total
-
-    def test_pinning_to_a_core_that_is_not_there_names_it(self) -> None:
-        with pytest.raises(ConfigError, match="cannot pin to cores 4000"):
-            pin([4000])
-
-    def test_pinning_holds(self) -> None:
-        before = os.sched_getaffinity(0)
-        try:
-            assert pin([min(before)]) is None
-            assert os.sched_getaffinity(0) == {min(before)}
-        finally:
-            os.sched_setaffinity(0, before)
-
-    def test_a_platform_without_affinity_gets_a_note(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delattr(os, "sched_setaffinity")
-        assert "not pinned" in (pin([0]) or "")
-
-    def test_cores_are_shown_as_ranges(self) -> None:
-        assert show_cores((5, 0, 1, 2, 8, 9)) == "0-2,5,8-9"
-
-
-class FakeNvml:
-    """A driver with three GPUs, the second of which answers nothing but its name."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        nvml = hardware.pynvml
-        for name in (
-            "nvmlInit",
-            "nvmlShutdown",
-            "nvmlSystemGetDriverVersion",
-            "nvmlDeviceGetCount",
-            "nvmlDeviceGetHandleByIndex",
-            "nvmlDeviceGetHandleByUUID",
-            "nvmlDeviceGetName",
-            "nvmlDeviceGetMemoryInfo",
-            "nvmlDeviceGetUtilizationRates",
-        ):
-            monkeypatch.setattr(nvml, name, getattr(self, name))
-        self.not_found = nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
-
-    def nvmlInit(self) -> None: ...  # noqa: N802
-
-    def nvmlShutdown(self) -> None: ...  # noqa: N802
-
-    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
-        return "570.1"
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 3
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        if index > 2:
-            raise self.not_found
-        return index
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:  # noqa: N802
-        if not uuid.startswith("GPU-"):
-            raise self.not_found
-        return int(uuid[4:])
-
-    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
-        return f"GPU {handle}"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> object:  # noqa: N802
-        if handle == 1:
-            raise self.not_found
-
-        class Info:
-            used, total = 10, 100
-
-        return Info()
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> object:  # noqa: N802
-        if handle == 1:
-            raise self.not_found
-
-        class Rates:
-            gpu = 50
-
-        return Rates()
-
-
-class TestGpus:
-    def test_no_driver_means_no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def absent() -> None:
-            raise hardware.pynvml.NVMLError(hardware.pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-        monkeypatch.setattr(hardware.pynvml, "nvmlInit", absent)
-        assert detect_machine().gpus == ()
-
-    @pytest.mark.parametrize(
-        ("visible", "names"),
-        [
-            (None, ["GPU 0", "GPU 1", "GPU 2"]),
-            ("2,0", ["GPU 2", "GPU 0"]),
-            ("GPU-1", ["GPU 1"]),
-            ("0,7,1", ["GPU 0"]),
-            ("", []),
-        ],
-    )
-    def test_visible_gpus_come_in_cudas_order(
-        self, monkeypatch: pytest.MonkeyPatch, visible: str | None, names: list[str]
-    ) -> None:
-        FakeNvml(monkeypatch)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if visible is not None:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert [gpu.name for gpu in detect_machine().gpus] == names
-
-    def test_a_gpu_that_answers_nothing_is_listed_all_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        FakeNvml(monkeypatch)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        loads = sample_load(0.01).gpus
-        assert [(load.utilisation, load.memory_total) for load in loads] == [(0.5, 100), (0.0, 0), (0.5, 100)]
-
-
-CLUSTER = {"hardware.machine": "cluster", "models.target.device": "cuda"}
 
 
 class TestPlan:

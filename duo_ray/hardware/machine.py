@@ -1,0 +1,141 @@
+"""What this process may use. Linux tells it through /proc and /sys."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from duo_ray.config import parse_cores
+from duo_ray.hardware.gpus import Gpu, list_gpus
+
+_ROOT = Path("/")
+
+_ISA: dict[str, frozenset[str]] = {
+    "avx2": frozenset({"avx2"}),
+    "avx512": frozenset({"avx512f"}),
+    "vnni": frozenset({"avx512_vnni", "avx_vnni"}),
+    "bf16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
+    "amx": frozenset({"amx_tile"}),
+    "neon": frozenset({"asimd"}),
+}
+"""What matters to the engines -> the flags of /proc/cpuinfo that say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What this process may use."""
+
+    cores: tuple[int, ...]
+    """Cores this process may run on."""
+    present: tuple[int, ...]
+    """All cores the machine has online."""
+    numa_nodes: tuple[tuple[int, ...], ...]
+    """Cores of each NUMA node, those of `cores` only; one node where the machine has none."""
+    memory_total: int
+    memory_available: int
+    cpu: str
+    isa: frozenset[str]
+    """Which of avx2, avx512, vnni, bf16, amx, neon the CPU has."""
+    gpus: tuple[Gpu, ...] = ()
+    cpu_limit: float | None = None
+    """Cores' worth of time a container may use (cgroup quota); None: no limit."""
+    claimed: frozenset[int] = frozenset()
+    """Cores that other pipelines on this machine run on; see `CoreClaims`."""
+
+    @property
+    def effective_cores(self) -> float:
+        return len(self.cores) if self.cpu_limit is None else min(len(self.cores), self.cpu_limit)
+
+
+def detect_machine(root: Path = _ROOT) -> Machine:
+    """What this process may use. Never raises for something missing. `root` is where /proc and /sys hang."""
+    present = _core_list(root / "sys/devices/system/cpu/online") or tuple(range(os.cpu_count() or 1))
+    cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else present
+    memory = psutil.virtual_memory()
+    cpu, isa = _cpu(root)
+    return Machine(
+        cores=cores,
+        present=present,
+        numa_nodes=_numa_nodes(root, cores),
+        memory_total=memory.total,
+        memory_available=memory.available,
+        cpu=cpu,
+        isa=isa,
+        gpus=list_gpus(),
+        cpu_limit=_cpu_limit(root),
+    )
+
+
+def _read(path: Path) -> str:
+    """The file's text; empty where it is missing or may not be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _core_list(path: Path) -> tuple[int, ...]:
+    text = _read(path)
+    return parse_cores(text) if text else ()
+
+
+def _numa_nodes(root: Path, cores: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    directories = (root / "sys/devices/system/node").glob("node[0-9]*")
+    lists = [_core_list(node / "cpulist") for node in sorted(directories, key=lambda path: int(path.name[4:]))]
+    nodes = [tuple(core for core in node if core in cores) for node in lists]
+    elsewhere = tuple(core for core in cores if not any(core in node for node in nodes))
+    return tuple(node for node in (*nodes, elsewhere) if node)
+
+
+def _cpu(root: Path) -> tuple[str, frozenset[str]]:
+    name, flags = platform.processor() or platform.machine(), set[str]()
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        match key.strip():
+            case "model name":
+                name = value.strip()
+            case "flags" | "Features":
+                flags.update(value.split())
+    return name, frozenset(feature for feature, any_of in _ISA.items() if any_of & flags)
+
+
+def _cpu_limit(root: Path) -> float | None:
+    """Cores' worth of time the cgroup allows: cpu.max (v2) or the CFS quota (v1), the least over all levels."""
+    limits = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if number == "0" and not controllers:
+            base, read = root / "sys/fs/cgroup", _quota_v2
+        elif "cpu" in controllers.split(","):
+            base, read = root / "sys/fs/cgroup/cpu", _quota_v1
+        else:
+            continue
+        # Inside a container the path is often the host's, and only the mount's root exists.
+        limits += [read(level) for level in _levels(base, group)]
+    known = [limit for limit in limits if limit is not None]
+    return min(known, default=None)
+
+
+def _levels(base: Path, group: str) -> Iterator[Path]:
+    path = base
+    yield path
+    for name in group.split("/"):
+        if name and name != "..":  # a namespace may show the group as /../..
+            path /= name
+            yield path
+
+
+def _quota_v2(group: Path) -> float | None:
+    quota, _, period = _read(group / "cpu.max").partition(" ")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def _quota_v1(group: Path) -> float | None:
+    quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
