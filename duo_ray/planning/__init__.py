@@ -1,7 +1,8 @@
 """What a pipeline would do on hardware that is not there yet: the loop, simulated."""
 
 from duo_ray.planning.prediction import Capacity, Prediction, Schedule, predict, required_capacity
-from duo_ray.planning.simulation import Curve, Hardware, Text, Traffic, simulate
+from duo_ray.planning.scenario import Curve, Hardware, Text, Traffic
+from duo_ray.planning.simulation import simulate
 
 __all__ = [
     "Capacity",

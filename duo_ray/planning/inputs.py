@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from duo_ray.planning.simulation import Curve, Hardware
+from duo_ray.planning.scenario import Curve, Hardware
 from duo_ray.types import DuoRayError
 
 TARGET_GROWTH, DRAFT_GROWTH = 0.015, 0.3

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from duo_ray.core.gamma import Policy
-from duo_ray.planning.simulation import Hardware, InvalidScenario, Simulated, Text, Traffic, simulate
+from duo_ray.planning.scenario import Hardware, InvalidScenario, Text, Traffic
+from duo_ray.planning.simulation import Simulated, simulate
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,141 +12,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from duo_ray.actors.batching import Batcher
 from duo_ray.actors.rounds import Rounds
-from duo_ray.core.context import common_prefix
 from duo_ray.core.gamma import LARGEST, Acceptance, Costs, GammaController, Plan, Policy
 from duo_ray.core.round import RoundPlanner
-from duo_ray.core.sequences import open_heads, split
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
+from duo_ray.planning.scenario import Hardware, Text, Traffic
 from duo_ray.planning.virtual_time import VirtualTime
-from duo_ray.types import (
-    DraftBlock,
-    DraftJob,
-    DraftSequence,
-    DuoRayError,
-    Ids,
-    Outcome,
-    Request,
-    SamplingParams,
-    Span,
-    Verdict,
-)
+from duo_ray.planning.writer import Writer, Written
+from duo_ray.types import DraftBlock, DraftJob, Request, SamplingParams, Span, Verdict
 
 _WARM_TARGET, _WARM_DRAFT = (1, 2, 4, 8, 16, 32), (1, 2, 4)
 """Widths that both models are timed at before the first request."""
-
-_RUNNER_UP = 0.5
-"""Of the probability the draft leaves to other tokens than its best, the share of the next best one; and so on."""
-
-
-class InvalidScenario(DuoRayError, ValueError):
-    """A number that describes hardware, text or traffic is out of range; the text names it."""
-
-
-class Curve:
-    """Seconds of one pass by its width, from measured or assumed points.
-
-    Between points it is linear, before the first and after the last it keeps the slope there.
-    """
-
-    def __init__(self, points: Mapping[int, float], *, growth: float = 0.0) -> None:
-        """`growth`: share of the first point's seconds that each further unit of width adds, for a single point."""
-        if not points or min(points) < 1 or not all(0.0 < s < math.inf for s in points.values()):
-            raise InvalidScenario(
-                f"{dict(points)} is no curve: give seconds above 0 for at least one width of 1 or more"
-            )
-        self.points = dict(sorted(points.items()))
-        if len(self.points) == 1:
-            ((width, seconds),) = self.points.items()
-            self.points[width + 1] = seconds * (1.0 + growth)
-        self._x, self._y = (np.array(list(v), dtype=np.float64) for v in (self.points.keys(), self.points.values()))
-
-    def __call__(self, width: float) -> float:
-        x, y = self._x, self._y
-        if width > x[-1]:
-            return float(y[-1] + max(0.0, (y[-1] - y[-2]) / (x[-1] - x[-2])) * (width - x[-1]))
-        return float(np.interp(width, x, y))
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """What a pipeline runs on."""
-
-    target: Curve
-    """T_target(n): seconds of a pass over n new tokens, summed over the requests in it."""
-    draft: Curve
-    """T_draft(k): seconds of a decode that advances k sequences by one token."""
-    overhead: float = 0.002
-    """Seconds of a step that are neither model's work."""
-    draft_prompt: float | None = None
-    """Seconds per prompt token the draft reads; None: an eighth of T_draft(1)."""
-    jitter: float = 0.05
-    """Standard deviation of the logarithm of every pass's seconds."""
-    draft_actors: int = 1
-    slots: int = 8
-    """Requests held at once; more wait."""
-    chunk: int = 128
-    """Prompt tokens of one target pass."""
-
-    @classmethod
-    def from_costs(cls, stored: Mapping[str, Any], **others: Any) -> Hardware:
-        """From what `Costs.as_dict` or `duo-ray doctor --json` measured; `others` are further fields.
-
-        Raises:
-            InvalidScenario: the costs lack times of the target or of the draft.
-        """
-        try:
-            target, draft = ({int(n): float(s) for n, s in stored[side].items()} for side in ("target", "draft"))
-            overhead = float(stored["overhead"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InvalidScenario(f"no measured times of target and draft ({error!r})") from None
-        known: dict[str, Any] = {"target": Curve(target), "draft": Curve(draft, growth=0.3), "overhead": overhead}
-        return cls(**(known | others))
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """What is asked and how well the draft knows the answers."""
-
-    acceptance: float = 0.8
-    """Chance that the draft's best guess at a position is the target's token."""
-    prompt_tokens: int = 128
-    answer_tokens: int = 256
-    decided: float = 1.0
-    """How the draft's probability of its best guess spreads around the acceptance (beta distribution with this many
-    pseudo-counts): small for a draft that is sure here and clueless there, as language models are."""
-
-    def __post_init__(self) -> None:
-        checks = (
-            ("acceptance", 0.0 < self.acceptance <= 1.0, "above 0, up to 1"),
-            ("prompt_tokens", self.prompt_tokens >= 1, "1 or more"),
-            ("answer_tokens", self.answer_tokens >= 1, "1 or more"),
-            ("decided", self.decided > 0.0, "above 0"),
-        )
-        for name, fine, allowed in checks:
-            if not fine:
-                raise InvalidScenario(f"{name}={getattr(self, name)!r} is out of range: {allowed}")
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Which requests come when."""
-
-    requests: int = 8
-    concurrency: int = 1
-    """This many at a time, each followed by the next at once; ignored when `rate` is given."""
-    rate: float | None = None
-    """Requests per second on average, at random times (Poisson)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,33 +259,6 @@ class _Silent:
         return ""
 
 
-class _Guesses:
-    """What the draft knows of one text. The target's token is 0 everywhere; others are wrong guesses."""
-
-    def __init__(self, text: Text, seed: Sequence[int]) -> None:
-        random = np.random.default_rng(seed)
-        size = text.prompt_tokens + text.answer_tokens + 3 * LARGEST
-        a, spread = min(text.acceptance, 1.0 - 1e-6), text.decided
-        self.best: NDArray[np.float64] = random.beta(a * spread, (1.0 - a) * spread, size)
-        """The draft's probability of its best guess at each position."""
-        right = random.random(size) < self.best
-        self.rank: NDArray[np.int64] = np.where(right, 0, random.geometric(1.0 - _RUNNER_UP, size))
-        """Place of the target's token among the draft's guesses."""
-
-    def heads(self, position: int, count: int, *, known: bool) -> list[tuple[int, float]]:
-        """The best guesses and the draft's probabilities of them; `known`: the text before is the target's."""
-        rank, best = int(self.rank[position]) if known else -1, float(self.best[position])
-        rest = [(1.0 - best) * (1.0 - _RUNNER_UP) * _RUNNER_UP**j for j in range(count - 1)]
-        return [(0 if j == rank else 1 + j, chance) for j, chance in enumerate((best, *rest))]
-
-    def tail(self, position: int, count: int, *, known: bool) -> Ids:
-        """The draft's greedy continuation: right until its first wrong guess."""
-        right = 0
-        while known and right < count and self.rank[position + right] == 0:
-            right += 1
-        return (0,) * right + (1,) * (count - right)
-
-
 class _Stream:
     """One request on its way: `actors.coordinator._Run`, step for step."""
 
@@ -411,14 +268,12 @@ class _Stream:
         self.plans: list[Plan] = []
         self.prefilling = True
         self._world, self._rounds, self._planner = world, world.rounds, world.planner
-        self._guesses = _Guesses(world.text, [world.seed, 2, number])
+        self._writer = Writer(world.text, [world.seed, 2, number])
         self._draft = min(world.drafts, key=lambda draft: draft.requests, default=None)
         self._without_draft = "no draft" if self._draft is None else None
         self._in_step = False
         self._chunk = 1
         self._target_holds = 0
-        self._cached: list[int] = []
-        self._branches: list[Ids] = []
         self._pending: asyncio.Task[DraftBlock] | None = None
         if self._draft is not None:
             self._draft.requests += 1
@@ -524,73 +379,15 @@ class _Stream:
         pending, self._pending = self._pending, None
         return pending.result()
 
-    # --- the draft's side
-
     def _ask(self, job: DraftJob) -> asyncio.Task[DraftBlock]:
         if self._draft is None:
             raise RuntimeError("a draft job for a request without a draft")
-        held, known = self._read(job)
-        lengths, sequences = self._write(job, known)
-        task = _Task(job.context.length - held, levels=_levels(lengths, bets=job.bets))
-        return asyncio.create_task(self._answer(self._draft, job, task, sequences))
+        return asyncio.create_task(self._answer(self._draft, job, self._writer.write(job)))
 
-    async def _answer(
-        self, draft: _Model, job: DraftJob, task: _Task, sequences: tuple[DraftSequence, ...]
-    ) -> DraftBlock:
+    async def _answer(self, draft: _Model, job: DraftJob, written: Written) -> DraftBlock:
+        task = _Task(written.read, levels=written.levels)
         span = await draft.submit(task)
-        length = job.context.length
+        request_id, length = job.context.request_id, job.context.length
         return DraftBlock(
-            job.context.request_id, length, sequences, span, task.token_seconds, task.width, task.prompt_seconds
+            request_id, length, written.sequences, span, task.token_seconds, task.width, task.prompt_seconds
         )
-
-    def _read(self, job: DraftJob) -> tuple[int, bool]:
-        """Take the context over: how many of its ids were cached, and whether all of it is the target's text."""
-        ids = [*self._cached[: job.context.agreed], *job.context.ids]
-        held = max(
-            (common_prefix([*self._cached, *branch], ids) for branch in (self._branches or [()])),
-            default=0,
-        )
-        self._cached, self._branches = ids, []
-        return min(held, len(ids) - 1), not any(ids[-max(1, job.assumed) :])
-
-    def _write(self, job: DraftJob, known: bool) -> tuple[list[int], tuple[DraftSequence, ...]]:
-        """The block, and the lengths of its sequences, as `LlamaCppDraft` writes it."""
-        guesses, at = self._guesses, job.context.length
-        if job.budget == 0:  # the draft only reads
-            return [], ()
-        if not job.bets:
-            ids = guesses.tail(at, job.budget, known=known)
-            self._branches = [ids[:-1]]
-            return [job.budget], (DraftSequence(None, ids, 1.0),)
-        most = min(job.max_sequences, job.budget)
-        heads = guesses.heads(at, most, known=known)
-        lengths = [job.budget]
-        if job.budget > 1:
-            chances = [chance for _, chance in heads]
-            opened = open_heads(chances, float(guesses.best[at + 1]), most)
-            lengths = split(job.budget, chances[:opened], job.acceptance, job.width_cost)
-        sequences = tuple(
-            DraftSequence(
-                Outcome(job.assumed, head),
-                guesses.tail(at + 1, length - 1, known=known and head == 0),
-                chance,
-            )
-            for (head, chance), length in zip(heads, lengths, strict=False)
-            if length
-        )
-        self._branches = [
-            (sequence.bet.token, *sequence.ids)[:-1] for sequence in sequences if sequence.bet is not None
-        ]
-        return [length for length in lengths if length], sequences
-
-
-def _levels(lengths: Sequence[int], *, bets: bool) -> list[int]:
-    """Sequences advanced by each decode after the context's own: a best head goes one ahead of the others."""
-    if not lengths:
-        return []
-    best, *others = lengths
-    if not bets:
-        return [1] * (best - 1)
-    ahead = [1] if best > 1 else []
-    left = [best - 2, *(length - 1 for length in others)]
-    return ahead + [sum(each > level for each in left) for level in range(max(0, *left, 0))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from duo_ray.planning import Curve, Hardware, Text, predict, required_capacity
-from duo_ray.planning.simulation import InvalidScenario
+from duo_ray.planning.scenario import InvalidScenario
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 
 from duo_ray.core.gamma import Plan, Policy
 from duo_ray.planning import Curve, Hardware, Text, Traffic, simulate
-from duo_ray.planning.simulation import InvalidScenario
+from duo_ray.planning.scenario import InvalidScenario
 from duo_ray.planning.virtual_time import VirtualTime
 from tests.core.loop_simulation import World, rate
 
