@@ -23,8 +23,8 @@ from duo_ray.actors.launch import plain_error, start_models
 from duo_ray.actors.prepare import prepare
 from duo_ray.config import Config, ConfigError
 from duo_ray.metrics import Meter
-from duo_ray.session import Prompt, answer, build_request
-from duo_ray.types import Delta, Finished, InvalidRequest, Overloaded, Request, Token
+from duo_ray.session import Prompt, build_request, collect, unpacked
+from duo_ray.types import Delta, Finished, InvalidRequest, Overloaded, Request
 
 logger = logging.getLogger("ray.serve")
 
@@ -99,13 +99,8 @@ class Replica:
 
     async def generate(self, prompt: Prompt | Request, **options: Any) -> dict[str, object]:
         """The whole answer, as `Answer.as_dict` shows it."""
-        tokens: list[Token] = []
         async with contextlib.aclosing(self.stream(prompt, **options)) as items:
-            async for item in items:
-                if isinstance(item, Finished):
-                    return answer(tokens, item).as_dict()
-                tokens.extend(item.tokens)
-        raise RuntimeError("the stream ended without its end")
+            return collect([each async for item in items for each in unpacked(item)]).as_dict()
 
     async def describe(self) -> dict[str, object]:
         """What is running: the model's name, its context, every actor's process, node, cores and measured times."""

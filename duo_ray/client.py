@@ -8,7 +8,6 @@ import math
 import os
 import uuid
 from collections.abc import AsyncGenerator, Generator, Iterator
-from types import TracebackType
 from typing import Any, Protocol
 
 import ray
@@ -18,11 +17,12 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from duo_ray.actors.launch import connect, plain_error
-from duo_ray.session import Answer, Prompt, answer
+from duo_ray.closing import Closing
+from duo_ray.session import Answer, Prompt, collect, unpacked
 from duo_ray.types import Delta, DuoRayError, Finished, Overloaded, Token
 
 
-class DuoClient:
+class DuoClient(Closing):
     """Asks a service started with `serve run deployments:app`.
 
         with DuoClient() as client:
@@ -77,52 +77,28 @@ class DuoClient:
         """
         with _user_errors(), contextlib.closing(self._streams.open(prompt, options)) as items:
             for item in items:
-                if isinstance(item, Finished):
-                    yield item
-                else:
-                    yield from item.tokens
+                yield from unpacked(item)
 
     async def astream(self, prompt: Prompt, **options: Any) -> AsyncGenerator[Token | Finished, None]:
         """`stream` for asyncio."""
         with _user_errors():
             async with contextlib.aclosing(self._streams.aopen(prompt, options)) as items:
                 async for item in items:
-                    if isinstance(item, Finished):
-                        yield item
-                    else:
-                        for token in item.tokens:
-                            yield token
+                    for each in unpacked(item):
+                        yield each
 
     def generate(self, prompt: Prompt, **options: Any) -> Answer:
         """The whole answer; raises what `stream` raises."""
-        tokens: list[Token] = []
-        for item in self.stream(prompt, **options):
-            if isinstance(item, Finished):
-                return answer(tokens, item)
-            tokens.append(item)
-        raise RuntimeError("the stream ended without its end")
+        return collect(self.stream(prompt, **options))
 
     async def agenerate(self, prompt: Prompt, **options: Any) -> Answer:
         """`generate` for asyncio."""
-        tokens: list[Token] = []
         async with contextlib.aclosing(self.astream(prompt, **options)) as items:
-            async for item in items:
-                if isinstance(item, Finished):
-                    return answer(tokens, item)
-                tokens.append(item)
-        raise RuntimeError("the stream ended without its end")
+            return collect([item async for item in items])
 
     def close(self) -> None:
         """Leave the cluster, if this client joined it."""
         self._cleanup.close()
-
-    def __enter__(self) -> DuoClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 Items = Generator[Delta | Finished, None, None]

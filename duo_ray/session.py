@@ -7,16 +7,16 @@ import difflib
 import inspect
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 from duo_ray.actors.launch import Pipeline, new_request_id
 from duo_ray.actors.prepare import Prepared, Progress, prepare
+from duo_ray.closing import Closing
 from duo_ray.config import Config, load_config
 from duo_ray.models.tokenizer import Tokenizer
-from duo_ray.types import Finished, FinishReason, Ids, InvalidRequest, Request, SamplingParams, Token, TraceEvent
+from duo_ray.types import Delta, Finished, FinishReason, Ids, InvalidRequest, Request, SamplingParams, Token, TraceEvent
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Answer:
         }
 
 
-class Duo:
+class Duo(Closing):
     """Starts a pipeline and answers prompts.
 
         with Duo() as duo:
@@ -83,33 +83,16 @@ class Duo:
         request = prompt if isinstance(prompt, Request) else self.request(prompt, **options)
         with contextlib.closing(self.pipeline.stream(request)) as items:
             for item in items:
-                if isinstance(item, Finished):
-                    yield item
-                else:
-                    yield from item.tokens
+                yield from unpacked(item)
 
     def generate(self, prompt: Prompt | Request, **options: Any) -> Answer:
         """The whole answer; options as for `build_request`."""
-        tokens: list[Token] = []
-        for item in self.stream(prompt, **options):
-            if isinstance(item, Token):
-                tokens.append(item)
-            else:
-                return answer(tokens, item)
-        raise RuntimeError("the stream ended without its end")
+        return collect(self.stream(prompt, **options))
 
     def close(self) -> None:
         """Free every process and resource."""
         self.pipeline.close()
         self.prepared.claims.release()
-
-    def __enter__(self) -> Duo:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def build_request(
@@ -174,7 +157,18 @@ def _nearest_option(name: str) -> str:
     return f"did you mean {near[0]}?" if near else f"known: {', '.join(dict.fromkeys(known))}"
 
 
-def answer(tokens: Sequence[Token], end: Finished) -> Answer:
+def unpacked(item: Delta | Finished) -> Sequence[Token | Finished]:
+    """What a stream of tokens shows of one item of a stream of deltas."""
+    return (item,) if isinstance(item, Finished) else item.tokens
+
+
+def collect(stream: Iterable[Token | Finished]) -> Answer:
     """What a stream amounted to."""
-    text = "".join(token.text for token in tokens)
-    return Answer(text, tuple(tokens), end.reason, end.prompt_tokens, end.completion_tokens, end.stats, end.trace)
+    tokens: list[Token] = []
+    for item in stream:
+        if isinstance(item, Finished):
+            text = "".join(token.text for token in tokens)
+            counts = item.prompt_tokens, item.completion_tokens
+            return Answer(text, tuple(tokens), item.reason, *counts, item.stats, item.trace)
+        tokens.append(item)
+    raise RuntimeError("the stream ended without its end")

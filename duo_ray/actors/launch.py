@@ -12,7 +12,6 @@ import threading
 import uuid
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -29,6 +28,7 @@ from duo_ray.actors.coordinator import Coordinator, CoordinatorSettings, Pipelin
 from duo_ray.actors.draft import DraftActor, DraftSettings
 from duo_ray.actors.node import node_id
 from duo_ray.actors.target import TargetActor, TargetSettings
+from duo_ray.closing import Closing
 from duo_ray.types import Delta, DuoRayError, Finished, Request
 
 NAMESPACE = "duo_ray"
@@ -77,8 +77,8 @@ class PipelineSettings:
     coordinator: CoordinatorSettings
 
 
-class Pipeline:
-    """A running pipeline. Use it as a context manager, or call `close`: both free every process and resource."""
+class Pipeline(Closing):
+    """A running pipeline; closing it frees every process and resource."""
 
     def __init__(self, settings: PipelineSettings, *, progress: Progress = lambda _: None) -> None:
         """Start the actors and wait until they are loaded and warm.
@@ -138,14 +138,6 @@ class Pipeline:
     def close(self) -> None:
         """Free everything; safe to call twice."""
         self._cleanup.close()
-
-    def __enter__(self) -> Pipeline:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def start_models(
