@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from duo_ray.core.stats import RequestStats
-from duo_ray.metrics.series import Outcome
+from duo_ray.metrics.series import Ended
 from duo_ray.metrics.tally import StepCounts, StepTimes, Tally
 from duo_ray.types import FinishReason
 
@@ -32,12 +32,12 @@ class RequestMeter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._tally.change_load(running=-1) if self._running else self._tally.change_load(queued=-1)
-        self._tally.ended(self._outcome(error), self._wasted)
+        self._tally.ended(self._how(error), self._wasted)
 
-    def _outcome(self, error: BaseException | None) -> Outcome:
+    def _how(self, error: BaseException | None) -> Ended:
         if self._reason is not None:
-            return Outcome(self._reason)
-        return Outcome.ERROR if isinstance(error, Exception) else Outcome.CANCELLED
+            return Ended(self._reason)
+        return Ended.ERROR if isinstance(error, Exception) else Ended.CANCELLED
 
     def admitted(self) -> None:
         """The request got its slot."""

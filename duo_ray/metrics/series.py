@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from duo_ray.metrics.history import RECENT_S
+from duo_ray.types import FinishReason
 
 Labels = tuple[str, ...]
 """Names of labels, or their values."""
@@ -21,11 +22,11 @@ class Kind(StrEnum):
     HISTOGRAM = "histogram"
 
 
-class Outcome(StrEnum):
-    """How a request ended."""
+class Ended(StrEnum):
+    """How a request ended: as its stream said, or before that."""
 
-    STOP = "stop"
-    LENGTH = "length"
+    STOP = FinishReason.STOP.value
+    LENGTH = FinishReason.LENGTH.value
     CANCELLED = "cancelled"
     ERROR = "error"
 

@@ -37,9 +37,9 @@ from duo_ray.metrics.series import (
     TARGET_STEPS,
     TTFT,
     WASTED_TOKENS,
+    Ended,
     Kind,
     Labels,
-    Outcome,
 )
 
 PENDING_LIMIT = 10_000
@@ -109,8 +109,8 @@ class Tally:
         self._counters: dict[tuple[str, Labels], float] = {
             (series.name, ()): 0.0 for series in SERIES if series.kind is Kind.COUNTER and not series.labels
         }
-        for outcome in Outcome:
-            self._counters[REQUESTS, (outcome,)] = 0.0
+        for ended in Ended:
+            self._counters[REQUESTS, (ended,)] = 0.0
         self._histograms = {
             series.name: Histogram(series.bounds, [0] * (len(series.bounds) + 1))
             for series in SERIES
@@ -149,9 +149,9 @@ class Tally:
             self._queued += queued
             self._note_load()
 
-    def ended(self, outcome: Outcome, wasted_tokens: int) -> None:
+    def ended(self, how: Ended, wasted_tokens: int) -> None:
         with self._lock:
-            self._counters[REQUESTS, (outcome,)] += 1
+            self._counters[REQUESTS, (how,)] += 1
             self._counters[WASTED_TOKENS, ()] += wasted_tokens
 
     def first_token(self, prompt_tokens: int, seconds: float) -> None:
