@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -303,12 +303,17 @@ def folded_sdpa(
 
     `slot_rows` comes through the model's keyword arguments; without it the batch is a padded one.
     """
-    for name in ("softcap", "position_bias", "s_aux"):
-        if extra.get(name) is not None:
-            raise RuntimeError(f"sdpa has no {name}: load the model with attn_implementation='eager'")
+    _refuse(extra, "sdpa", "softcap", "position_bias", "s_aux")
     if slot_rows is not None:
         return slot_rows.attend(query, key, value, attention_mask, scaling), None
     return _folded(query, key, value, attention_mask, scaling), None
+
+
+def _refuse(extra: Mapping[str, Any], kernel: str, *names: str) -> None:
+    """Raises RuntimeError where a model wants one of these kinds of attention, which `kernel` does not compute."""
+    for name in names:
+        if extra.get(name) is not None:
+            raise RuntimeError(f"{kernel} has no {name}: load the model with attn_implementation='eager'")
 
 
 def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
@@ -365,9 +370,7 @@ def kv_cache_attention(
     """
     from flash_attn import flash_attn_with_kvcache  # noqa: PLC0415 (only where it is asked for)
 
-    for name in ("position_bias", "s_aux"):
-        if extra.get(name) is not None:
-            raise RuntimeError(f"FlashAttention 2 has no {name}: load the model with attn_implementation='eager'")
+    _refuse(extra, "FlashAttention 2", "position_bias", "s_aux")
     lengths, slots = attention_mask[..., 0, 0].unbind()
     out: Tensor = flash_attn_with_kvcache(
         query.transpose(1, 2),
