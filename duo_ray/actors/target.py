@@ -72,6 +72,14 @@ class ProbsPick:
 
 
 Judged = tuple[Sequence[VerifyJob], Sequence[ProbsPick | None]]
+Sent = tuple[DraftProbs | None, ...] | bytes
+"""What one draft call returned beside its blocks; bytes where it came over a socket."""
+
+
+def picked(picks: Sequence[ProbsPick | None], sent: Sequence[Sent]) -> list[DraftProbs | None]:
+    """The `DraftProbs` of each job."""
+    read = [pickle.loads(each) if isinstance(each, bytes) else each for each in sent]
+    return [None if pick is None else read[pick.argument][pick.entry] for pick in picks]
 
 
 class TargetActor:
@@ -117,17 +125,10 @@ class TargetActor:
             timings=self._timings,
         )
 
-    def verify(
-        self,
-        jobs: Sequence[VerifyJob],
-        picks: Sequence[ProbsPick | None],
-        *probs: tuple[DraftProbs | None, ...] | bytes,
-    ) -> TargetReply:
+    def verify(self, jobs: Sequence[VerifyJob], picks: Sequence[ProbsPick | None], *probs: Sent) -> TargetReply:
         """One pass. `probs` are what draft actors returned, handed on by reference; `picks` says which is whose."""
-        read = [pickle.loads(each) if isinstance(each, bytes) else each for each in probs]
-        chosen = [None if pick is None else read[pick.argument][pick.entry] for pick in picks]
         with self._busy:
-            return self._model.verify(jobs, chosen)
+            return self._model.verify(jobs, picked(picks, probs))
 
     def release(self, request_id: str) -> None:
         with self._busy:

@@ -13,7 +13,7 @@ import ray
 
 from duo_ray.actors import wire
 from duo_ray.actors.draft import DraftInfo
-from duo_ray.actors.target import Judged, ProbsPick, TargetInfo
+from duo_ray.actors.target import Judged, ProbsPick, Sent, TargetInfo, picked
 from duo_ray.models.scripted import ScriptedDraft, ScriptedTarget, mixed_table, random_table
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import Strategy, VocabularyMatch, VocabularyReport
@@ -72,17 +72,10 @@ class ScriptedTargetActor(_Recording):
         node = ray.get_runtime_context().get_node_id()
         return TargetInfo(os.getpid(), node, "cpu", "float64", (), CONTEXT, self._model.slots, 0, timings)
 
-    def verify(
-        self,
-        jobs: Sequence[VerifyJob],
-        picks: Sequence[ProbsPick | None],
-        *probs: tuple[DraftProbs | None, ...] | bytes,
-    ) -> TargetReply:
-        read = [pickle.loads(each) if isinstance(each, bytes) else each for each in probs]
-        chosen = [None if pick is None else read[pick.argument][pick.entry] for pick in picks]
+    def verify(self, jobs: Sequence[VerifyJob], picks: Sequence[ProbsPick | None], *probs: Sent) -> TargetReply:
         with self._busy:
             self._calls.append([(job.context.request_id, len(job.context.ids) + len(job.block)) for job in jobs])
-            reply = self._model.verify(jobs, chosen)
+            reply = self._model.verify(jobs, picked(picks, probs))
             time.sleep(self._seconds)
             return reply
 
