@@ -11,55 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, processors
 
 from duo_ray.models.catalog import resolve_target
 from duo_ray.models.tokenizer import Tokenizer, TokenizerError
+from tests.models.tokenizers import byte_level, metaspace, sentencepiece
 
-SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
-CORPUS = [
-    "the quick brown fox jumps over the lazy dog",
-    "def f(x):\n    return x",
-    "日本語のテキスト",
-    "👩‍👩‍👧 👍🏽",
-] * 3
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
-
-
-def byte_level() -> Backend:
-    """As of GPT-2, Llama 3, Qwen: every byte has a character."""
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(CORPUS, trainer)
-    return backend
-
-
-def sentencepiece(start: bool = True) -> Backend:
-    """As of Llama 2 (`start`) and Gemma: spaces are U+2581, characters outside the vocabulary become byte tokens."""
-    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghij", "ab", "▁a", "▁ab", "▁▁"]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    merges = [("a", "b"), ("▁", "a"), ("▁", "ab"), ("▁", "▁")]
-    backend = Backend(models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    replace = normalizers.Replace(" ", "▁")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace] if start else [replace])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if start else steps)
-    backend.add_special_tokens(SPECIAL)
-    return backend
-
-
-def metaspace() -> Backend:
-    """As of T5's descendants: the first token loses its space."""
-    backend = Backend(models.BPE({"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4}, [("▁", "a")], unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    return backend
-
 
 BACKENDS: dict[str, Backend] = {
     "byte level": byte_level(),

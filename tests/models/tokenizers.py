@@ -27,16 +27,26 @@ def byte_level() -> Backend:
     return backend
 
 
-def sentencepiece() -> Backend:
-    """As of Llama 2: a space is put before the text, spaces are U+2581, what is not in the vocabulary becomes bytes."""
+def sentencepiece(start: bool = True) -> Backend:
+    """As of Llama 2 (`start`: a space is put before the text) and Gemma: spaces are U+2581, what is not in the
+    vocabulary becomes bytes."""
     pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghij", "ab", "▁a", "▁ab", "▁▁"]
     merges = [("a", "b"), ("▁", "a"), ("▁", "ab"), ("▁", "▁")]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     backend = Backend(models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    backend.decoder = decoders.Sequence(steps)
+    replace = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace] if start else [replace])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if start else steps)
     backend.add_special_tokens(SPECIAL)
+    return backend
+
+
+def metaspace() -> Backend:
+    """As of T5's descendants: the first token loses its space."""
+    backend = Backend(models.BPE({"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4}, [("▁", "a")], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
     return backend
 
 
