@@ -10,13 +10,7 @@ from duo_ray.core.context import IdLog
 from duo_ray.core.sampling import distribution, penalise
 from duo_ray.models import llama_library as library
 from duo_ray.models.llama_cpp import LlamaCppDraft
-from duo_ray.types import (
-    DraftBlock,
-    DraftJob,
-    DraftProbs,
-    Ids,
-    SamplingParams,
-)
+from duo_ray.types import DraftBlock, DraftJob, DraftProbs, Ids, SamplingParams
 from tests.models.tiny_gguf import END
 
 VOCAB, CONTEXT = 96, 256
@@ -96,6 +90,23 @@ def assert_rows_are_fresh(
             np.testing.assert_allclose(shipped, expected, atol=2e-3)
             rows += 1
     assert rows == sum(len(sequence.ids) for sequence in block.sequences)
+
+
+def draft_fresh(
+    draft: LlamaCppDraft,
+    reference: Reference,
+    ids: Ids,
+    budget: int,
+    sampling: SamplingParams = SAMPLED,
+    *,
+    request: str = "r",
+    agreed: int = 0,
+) -> DraftBlock:
+    """The block of one sampled job with bets, every q of which is what a fresh decode gives."""
+    job = make_job(ids, budget, sampling, request=request, bets=True, agreed=agreed)
+    block, probs = draft_one(draft, job)
+    assert_rows_are_fresh(reference, ids, block, probs, sampling)
+    return block
 
 
 def assert_greedy(reference: Reference, context: Ids, ids: Ids, tolerance: float = 0.01) -> None:

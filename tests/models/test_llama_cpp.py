@@ -8,13 +8,7 @@ import pytest
 
 from duo_ray.core.sampling import distribution
 from duo_ray.models.llama_cpp import LlamaCppDraft
-from duo_ray.types import (
-    DraftModel,
-    DraftProbs,
-    Ids,
-    Outcome,
-    SamplingParams,
-)
+from duo_ray.types import DraftModel, DraftProbs, Ids, Outcome, SamplingParams
 from tests.models.drafting import (
     CONTEXT,
     GREEDY,
@@ -25,6 +19,7 @@ from tests.models.drafting import (
     Reference,
     assert_greedy,
     assert_rows_are_fresh,
+    draft_fresh,
     draft_one,
     drafted_ids,
     make_job,
@@ -47,9 +42,7 @@ def test_a_greedy_lead_equals_decoding_one_token_at_a_time(draft: LlamaCppDraft,
 
 
 def test_every_branch_equals_a_fresh_decode_of_its_ids(draft: LlamaCppDraft, reference: Reference) -> None:
-    block, probs = draft_one(draft, make_job(PROMPT, 24, SAMPLED, bets=True))
-    assert len(block.sequences) > 2
-    assert_rows_are_fresh(reference, PROMPT, block, probs)
+    assert len(draft_fresh(draft, reference, PROMPT, 24).sequences) > 2
 
 
 def test_heads_are_the_most_probable_tokens_best_first(draft: LlamaCppDraft, reference: Reference) -> None:
@@ -75,9 +68,7 @@ def test_rows_are_fresh_after_a_rejection_inside_the_block(draft: LlamaCppDraft,
     block, _ = draft_one(draft, make_job(PROMPT, 24, SAMPLED, bets=True))
     head, rejected, *_ = drafted_ids(block)[0]
     context = (*PROMPT, head, 40 if rejected != 40 else 41)
-    block, probs = draft_one(draft, make_job(context, 12, SAMPLED, bets=True, agreed=len(PROMPT)))
-    assert block.prompt_tokens == 1
-    assert_rows_are_fresh(reference, context, block, probs)
+    assert draft_fresh(draft, reference, context, 12, agreed=len(PROMPT)).prompt_tokens == 1
 
 
 def test_an_accepted_branch_that_is_not_the_best_continues_with_one_token(
@@ -86,9 +77,7 @@ def test_an_accepted_branch_that_is_not_the_best_continues_with_one_token(
     block, _ = draft_one(draft, make_job(PROMPT, 24, SAMPLED, bets=True))
     context = (*PROMPT, *drafted_ids(block)[1])
     assert len(block.sequences[1].ids) > 0
-    block, probs = draft_one(draft, make_job(context, 8, SAMPLED, bets=True, agreed=len(PROMPT)))
-    assert block.prompt_tokens == 1
-    assert_rows_are_fresh(reference, context, block, probs)
+    assert draft_fresh(draft, reference, context, 8, agreed=len(PROMPT)).prompt_tokens == 1
 
 
 def test_one_accepted_block_after_the_other_continues_with_one_token(
@@ -98,9 +87,8 @@ def test_one_accepted_block_after_the_other_continues_with_one_token(
     context, agreed = PROMPT, len(PROMPT)
     for _ in range(5):
         context, agreed = (*context, *drafted_ids(block)[0]), len(context)
-        block, probs = draft_one(draft, make_job(context, 8, SAMPLED, bets=True, agreed=agreed))
+        block = draft_fresh(draft, reference, context, 8, agreed=agreed)
         assert block.prompt_tokens == 1
-        assert_rows_are_fresh(reference, context, block, probs)
 
 
 def test_rows_stay_fresh_over_a_long_random_history(draft: LlamaCppDraft, reference: Reference) -> None:
@@ -129,9 +117,7 @@ def test_a_request_that_begins_like_an_earlier_one_reads_only_what_is_new(
     system = (0, *range(20, 60))
     draft.draft([make_job((*system, 5, 6), 8, SAMPLED, request="first", bets=True)])
     draft.release("first")
-    block, probs = draft_one(draft, make_job((*system, 7, 8, 9), 8, SAMPLED, request="second", bets=True))
-    assert block.prompt_tokens == 3
-    assert_rows_are_fresh(reference, (*system, 7, 8, 9), block, probs)
+    assert draft_fresh(draft, reference, (*system, 7, 8, 9), 8, request="second").prompt_tokens == 3
 
 
 def test_jobs_of_one_call_do_not_disturb_each_other(draft: LlamaCppDraft) -> None:

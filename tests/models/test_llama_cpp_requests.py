@@ -8,12 +8,7 @@ from llama_cpp import llama_cpp as ll
 
 from duo_ray.models.llama_cpp import LlamaCppDraft
 from duo_ray.models.llama_library import LlamaCppError
-from duo_ray.types import (
-    ContextOverflow,
-    DraftJob,
-    NonFiniteLogits,
-    UnknownPrefix,
-)
+from duo_ray.types import ContextOverflow, DraftJob, NonFiniteLogits, UnknownPrefix
 from tests.models.drafting import (
     CONTEXT,
     PROMPT,
@@ -21,7 +16,7 @@ from tests.models.drafting import (
     VOCAB,
     Reference,
     assert_rows_are_fresh,
-    draft_one,
+    draft_fresh,
     drafted_ids,
     make_job,
 )
@@ -143,8 +138,7 @@ def test_a_failed_decode_forgets_the_requests_of_the_call_and_no_other(
             draft.draft([make_job(PROMPT, 20, SAMPLED, bets=True)])
     with pytest.raises(UnknownPrefix):
         draft.draft([make_job((*PROMPT, 8), 2, agreed=len(PROMPT))])
-    block, probs = draft_one(draft, make_job(PROMPT, 20, SAMPLED, bets=True))
-    assert_rows_are_fresh(reference, PROMPT, block, probs)
+    draft_fresh(draft, reference, PROMPT, 20)
     [(other, _)] = draft.draft([make_job((*PROMPT, 8), 2, request="other", agreed=len(PROMPT))])
     assert other.prompt_tokens == 1
 

@@ -9,16 +9,14 @@ from scipy.stats import chisquare
 
 from duo_ray.core.sampling import Purpose, draw, uniform
 from duo_ray.models.llama_cpp import LlamaCppDraft
-from duo_ray.types import (
-    SamplingParams,
-)
+from duo_ray.types import SamplingParams
 from tests.models.drafting import (
     CONTEXT,
     PROMPT,
     SAMPLED,
     VOCAB,
     Reference,
-    assert_rows_are_fresh,
+    draft_fresh,
     draft_one,
     drafted_ids,
     make_job,
@@ -93,5 +91,4 @@ def test_top_k_of_one_drafts_like_greedy(draft: LlamaCppDraft) -> None:
 def test_penalties_count_the_ids_of_each_sequence(
     draft: LlamaCppDraft, reference: Reference, sampling: SamplingParams
 ) -> None:
-    block, probs = draft_one(draft, make_job(PROMPT, 20, sampling, bets=True))
-    assert_rows_are_fresh(reference, PROMPT, block, probs, sampling)
+    draft_fresh(draft, reference, PROMPT, 20, sampling)
