@@ -118,8 +118,10 @@ def test_every_request_of_a_round_is_told_the_same_chunk() -> None:
 
 
 def test_a_draft_call_takes_as_many_decodes_as_its_longest_block() -> None:
-    assert draft_call_seconds(costs(), [3, 5, 0], 1) == pytest.approx(5 * T_DRAFT, rel=0.05)
-    assert draft_call_seconds(costs(), [], 1) == 0.0
+    known = costs()
+    seconds = 3 * known.draft_seconds(2) + 2 * known.draft_seconds(1)
+    assert draft_call_seconds(known, [3, 5, 0], 1) == pytest.approx(seconds)
+    assert draft_call_seconds(known, [], 1) == 0.0
 
 
 def test_wider_decodes_are_spread_over_the_draft_actors() -> None:
@@ -131,19 +133,20 @@ def test_wider_decodes_are_spread_over_the_draft_actors() -> None:
 
 
 def test_alone_a_block_may_take_half_as_long_again_as_it_should() -> None:
-    assert planner().patience(20, waited=0.5, rows=1) == pytest.approx(1.5 * 20 * T_DRAFT - 0.5, rel=0.05)
+    assert planner().patience(20, waited=0.5, rows=1) == pytest.approx(1.5 * 20 * costs().draft_seconds(1) - 0.5)
 
 
 def test_alone_a_block_is_waited_for_as_long_as_a_plain_pass_would_take() -> None:
-    assert planner().patience(1, waited=100.0, rows=1) == pytest.approx(T_TARGET, rel=0.05)
+    assert planner().patience(1, waited=100.0, rows=1) == costs().target_seconds(1)
 
 
 def test_with_others_the_rounds_whole_draft_call_counts() -> None:
     rounds = planner()
     requests = [Request(shares_budget=False, own=own) for own in (12, 3)]
     rounds.begin([*requests, Request(shares_budget=False, own=50, prefilling=True)], rows=3, now=0.0)
-    assert rounds.patience(3, waited=0.1, rows=3) == pytest.approx(1.5 * 12 * T_DRAFT - 0.1, rel=0.05)
-    assert rounds.patience(3, waited=100.0, rows=3) == pytest.approx(T_TARGET / 4, rel=0.05)
+    call = draft_call_seconds(costs(), [12, 3], 1)
+    assert rounds.patience(3, waited=0.1, rows=3) == pytest.approx(1.5 * call - 0.1)
+    assert rounds.patience(3, waited=100.0, rows=3) == costs().target_seconds(1) / 4
 
 
 def test_a_lead_is_waited_for_longer_when_nobody_else_waits() -> None:
