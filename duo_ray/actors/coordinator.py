@@ -1,4 +1,4 @@
-"""The loop: for every request, draft and target at the same time, step after step."""
+"""The coordinator: many requests, one target, a group of drafts; who gets a slot, and what was learned from all."""
 
 from __future__ import annotations
 
@@ -7,35 +7,24 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import ray
 from ray.actor import ActorHandle
 
 from duo_ray.actors.draft import DraftInfo
-from duo_ray.actors.peers import Draft, DraftLost, DraftPeer, Judgement, ProbsHandle, ProbsLost, TargetLost, TargetPeer
+from duo_ray.actors.peers import DraftPeer, ProbsHandle, TargetPeer
 from duo_ray.actors.rounds import Rounds
+from duo_ray.actors.run import Run
 from duo_ray.actors.target import TargetInfo
-from duo_ray.core.gamma import Acceptance, Costs, GammaController, Plan, Policy
+from duo_ray.core.gamma import Acceptance, Costs, GammaController, Policy
 from duo_ray.core.round import RoundPlanner
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
-from duo_ray.hardware.load import sample_load
-from duo_ray.metrics import Meter, RequestMeter, StepTimes
+from duo_ray.metrics import Meter, RequestMeter
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import Strategy
-from duo_ray.types import (
-    Delta,
-    DraftBlock,
-    DraftJob,
-    DuoRayError,
-    Finished,
-    Request,
-    Span,
-    Token,
-    TraceEvent,
-    UnknownPrefix,
-)
+from duo_ray.types import Delta, DraftBlock, DuoRayError, Finished, Request
 
 logger = logging.getLogger(__name__)
 
@@ -93,10 +82,10 @@ class Coordinator:
         self._tokenizer = Tokenizer.load(settings.tokenizer_path)
         self._acceptance = Acceptance()
         self._costs = Costs()
-        self._planner: RoundPlanner[_Run] = RoundPlanner(
+        self._planner: RoundPlanner[Run] = RoundPlanner(
             settings.policy, self._costs, drafts=len(drafts), chunk=settings.chunk
         )
-        self._rounds: Rounds[_Run] = Rounds(self._begin_round)
+        self._rounds: Rounds[Run] = Rounds(self._begin_round)
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._queued = 0
 
@@ -180,7 +169,7 @@ class Coordinator:
                 self._queued -= 1
             meter.admitted()
             try:
-                await _Run(self, request, meter, arrived).steps(emit)
+                await self._run(request, meter, arrived).steps(emit)
             finally:
                 self._slots.release()
 
@@ -198,28 +187,24 @@ class Coordinator:
         """How many requests run and wait."""
         return Load(running=len(self._rounds), queued=self._queued)
 
-    def _begin_round(self, runs: Sequence[_Run]) -> list[_Run]:
+    def _begin_round(self, runs: Sequence[Run]) -> list[Run]:
         return self._planner.begin(runs, rows=len(self._rounds), now=time.time())
 
-    # --- for _Run
+    def _run(self, request: Request, meter: RequestMeter, arrived: float) -> Run:
+        """A request that has its slot, with the least busy draft that answers, else the least busy one."""
+        drafts = self._drafts if request.draft else []
+        draft = min(drafts, key=lambda draft: (not draft.available, draft.requests), default=None)
+        return Run(
+            self._decoding(request, arrived, with_draft=draft is not None),
+            target=self._target,
+            draft=draft,
+            rounds=self._rounds,
+            planner=self._planner,
+            costs=self._costs,
+            meter=meter,
+        )
 
-    @property
-    def target(self) -> TargetPeer:
-        return self._target
-
-    @property
-    def rounds(self) -> Rounds[_Run]:
-        return self._rounds
-
-    @property
-    def planner(self) -> RoundPlanner[_Run]:
-        return self._planner
-
-    def choose_draft(self) -> DraftPeer | None:
-        """The least busy draft that answers, else the least busy one."""
-        return min(self._drafts, key=lambda draft: (not draft.available, draft.requests), default=None)
-
-    def decoding(self, request: Request, stats: RequestStats, *, with_draft: bool) -> Decoding[ProbsHandle]:
+    def _decoding(self, request: Request, arrived: float, *, with_draft: bool) -> Decoding[ProbsHandle]:
         policy = self._settings.policy
         if request.draft_budget is not None:
             policy = replace(policy, draft_budget=request.draft_budget)
@@ -232,234 +217,13 @@ class Coordinator:
             eos_ids=self._tokenizer.eos_ids,
             detokenizer=self._tokenizer.stream(),
             controller=GammaController(policy, costs, acceptance),
-            stats=stats,
+            stats=RequestStats(started=arrived, queued_s=time.time() - arrived),
             max_context=self._target_info.max_context,
             draft_context=min(info.max_context for info in self._draft_infos) if with_draft else None,
             max_sequences=self._settings.max_sequences,
             prefetch=self._settings.prefetch,
         )
 
-    def learn_overhead(self, seconds: float) -> None:
-        self._costs.observe_overhead(seconds)
-
     def _learn_draft(self, block: DraftBlock) -> None:
         for width, seconds in block.token_seconds:
             self._costs.observe_draft(width, seconds)
-
-    def plain_seconds(self, requests: int) -> float:
-        """Estimate of a target pass over one token of each of so many requests."""
-        return self._costs.target_seconds(requests)
-
-
-class _Run:
-    """One request on its way through the actors."""
-
-    def __init__(self, coordinator: Coordinator, request: Request, meter: RequestMeter, arrived: float) -> None:
-        self._coordinator = coordinator
-        self._meter = meter
-        self._rounds, self._planner = coordinator.rounds, coordinator.planner
-        self._request = request
-        self._draft = coordinator.choose_draft() if request.draft else None
-        self._stats = RequestStats(started=arrived, queued_s=time.time() - arrived)
-        self.decoding = coordinator.decoding(request, self._stats, with_draft=self._draft is not None)
-        self._pending: asyncio.Task[Draft] | None = None
-        self._draft_fault: str | None = None
-        self._trace: list[TraceEvent] = []
-        self.prefilling = True
-        """Whether the target does not hold the whole prompt yet."""
-        self._in_step = False
-        self._chunk = 1
-        if self._draft is not None:
-            self._draft.requests += 1
-
-    async def steps(self, emit: Callable[[Delta | Finished], None]) -> None:
-        """Step after step to the end of the request, or until it is cancelled; frees what it held in any case."""
-        self._rounds.enter(self)
-        try:
-            while not self.decoding.finished:
-                await self._step(lambda tokens: emit(Delta(tuple(tokens))) if tokens else None)
-            emit(self._finished())
-        finally:
-            self._close()
-
-    # --- rounds
-
-    @property
-    def shares_budget(self) -> bool:
-        """Whether what this request drafts is decided together with what others do."""
-        own = self._request.reproducible or self._request.draft_budget is not None
-        return not self._in_step and not own and self.decoding.may_draft(self._without_draft())
-
-    @property
-    def waits_for_draft(self) -> bool:
-        """Whether a block asked for in an earlier step has not come yet."""
-        return self._pending is not None
-
-    def begin_round(self, plan: Plan | None, chunk: int) -> bool:
-        """Start a step, unless a prefill goes on. True: it has a lead that the others wait for."""
-        self._chunk = chunk
-        if self._in_step:
-            return False
-        self._in_step = True
-        self.decoding.plan(without_draft=self._without_draft(), shared=plan)
-        return self.decoding.leads and not self._request.reproducible
-
-    async def _step(self, emit: Callable[[list[Token]], None]) -> None:
-        decoding, stats = self.decoding, self._stats
-        await self._rounds.join(self)
-        began = time.time()
-        lead = await self._lead()
-        await self._rounds.all_led()
-        sent, job = time.time(), None
-        if self._without_draft() is None and (job := decoding.draft_job()) is not None:
-            self._pending = self._ask(job)
-        judgement = await self._judge()
-        first = stats.first_token is None
-        tokens = decoding.commit(judgement.verdict)
-        if first:
-            # Shown at once: the first token does not wait for the draft's prompt pass.
-            emit(tokens + decoding.settle())
-            tokens, stats.first_token = [], time.time()
-        patience = 0.0
-        if job is not None and not first and decoding.worth_waiting:
-            patience = self._planner.patience(job.budget, waited=time.time() - sent, rows=len(self._rounds))
-        block = await self._collect(patience)
-        # One message a step: each costs the processes at both ends time that the models could use.
-        emit(tokens + decoding.settle())
-        self._in_step = False
-        stats.ended = time.time()
-        if first:
-            self._meter.step(stats)
-            return
-        self._account(Span(began, stats.ended), judgement, lead, block)
-
-    @property
-    def _draft_name(self) -> str:
-        return "" if self._draft is None else self._draft.name
-
-    def _ask(self, job: DraftJob) -> asyncio.Task[Draft]:
-        if self._draft is None:
-            raise DuoRayError("a draft job for a request without a draft")
-        return asyncio.create_task(self._draft.draft(job))
-
-    async def _lead(self) -> DraftBlock | None:
-        job = self.decoding.lead_job()
-        if job is None:
-            return None
-        self._pending = self._ask(job)
-        if self._request.reproducible:
-            with self._rounds.away(self):
-                await asyncio.wait([self._pending])
-        else:
-            patience = self._planner.lead_patience(job.budget, rows=len(self._rounds))
-            await asyncio.wait([self._pending], timeout=patience)
-            self._rounds.led(self)
-        if not self._pending.done():
-            return None
-        answer = self._take()
-        if answer is None:
-            return None
-        self.decoding.hold(*answer)
-        self._note(self._draft_name, "lead", answer[0].span, tokens=answer[0].drafted)
-        return answer[0]
-
-    async def _judge(self) -> Judgement:
-        """The target's verdict, however often the target has to be waited for, and however long the prompt is."""
-        target, decoding = self._coordinator.target, self.decoding
-        while True:
-            job = decoding.verify_job(self._chunk)
-            try:
-                judgement = await target.verify(job, decoding.hand_probs)
-            except TargetLost:
-                with self._rounds.away(self):
-                    await target.returned()
-                decoding.target_lost()
-            except UnknownPrefix:
-                decoding.target_lost()
-            except ProbsLost:
-                decoding.drop_hand()
-            else:
-                self.prefilling = not decoding.prefilled(judgement.verdict)
-                name = "prefill" if self.prefilling else "verify"
-                self._note("target", name, judgement.span, block=len(job.block), accepted=judgement.verdict.accepted)
-                if not self.prefilling:
-                    return judgement
-                await self._rounds.join(self)
-
-    async def _collect(self, patience: float) -> DraftBlock | None:
-        """The block written meanwhile, if it comes within `patience` seconds.
-
-        One that is late already (a prompt pass, a busy core) is not waited for: the target goes on alone.
-        """
-        if self._pending is None:
-            return None
-        if self._request.reproducible:
-            # Whether a block is late must not depend on time; others need not wait for it.
-            with self._rounds.away(self):
-                await asyncio.wait([self._pending])
-        elif not self.decoding.finished:
-            await asyncio.wait([self._pending], timeout=patience)
-        if not self._pending.done():
-            return None
-        answer = self._take()
-        if answer is None:
-            return None
-        block, probs = answer
-        self.decoding.offer(block, probs)
-        self._note(self._draft_name, "block", block.span, tokens=block.drafted, sequences=len(block.sequences))
-        return block
-
-    def _take(self) -> Draft | None:
-        """The finished draft job's answer; a failed one leaves the request without a draft for now."""
-        task, self._pending = self._pending, None
-        if task is None:
-            return None
-        try:
-            return task.result()
-        except (DraftLost, UnknownPrefix):
-            self.decoding.draft_lost()
-        except Exception as error:  # whatever is wrong with the draft, the target's text does not depend on it
-            self.decoding.draft_lost()
-            self._draft_fault = f"draft failed: {error}"
-            logger.warning("%s: %s; this request goes on without a draft", self._request.request_id, error)
-        return None
-
-    def _without_draft(self) -> str | None:
-        """Why no draft can be asked now; None when one can."""
-        if self._draft is None or self._draft_fault is not None:
-            return self._draft_fault or "no draft"
-        return None if self._draft.available else "draft not available"
-
-    def _account(self, wall: Span, judgement: Judgement, lead: DraftBlock | None, block: DraftBlock | None) -> None:
-        lead_seconds = lead.span.seconds if lead is not None else 0.0
-        block_seconds = block.span.seconds if block is not None else 0.0
-        overhead = self._stats.timed(wall, judgement.span, lead_seconds, block_seconds)
-        self._coordinator.learn_overhead(overhead)
-        plain = self._coordinator.plain_seconds(judgement.requests)
-        self._meter.step(self._stats, StepTimes(judgement.span.seconds, overhead, plain))
-        self._note("coordinator", "step", wall)
-
-    def _note(self, actor: str, name: str, span: Span, **details: int) -> None:
-        if self._request.trace:
-            self._trace.append(TraceEvent(actor, name, span, tuple((k, str(v)) for k, v in details.items())))
-
-    def _finished(self) -> Finished:
-        decoding = self.decoding
-        reason = decoding.generation.finish_reason
-        if reason is None:
-            raise DuoRayError("the stream ended before the request did")
-        self._stats.load = asdict(sample_load(seconds=0.0))
-        stats = self._stats.as_dict()
-        self._meter.finished(reason)
-        return Finished(reason, self._stats.prompt_tokens, self._stats.completion_tokens, stats, tuple(self._trace))
-
-    def _close(self) -> None:
-        request_id = self._request.request_id
-        self._rounds.leave(self)
-        self._coordinator.target.release(request_id)
-        if self._draft is not None:
-            self._draft.requests -= 1
-            self._draft.release(request_id)
-        if self._pending is not None:
-            # The job may still run; its answer is of no use to anyone.
-            self._pending.cancel()

@@ -4,7 +4,7 @@ wait.
 A simulated text is a row of positions at each of which the draft's best guess is the target's token or is not, with
 the acceptance asked for. Target and draft take the seconds their curves say; everything else (who plans, what is sent
 when, what is waited for and for how long, late blocks, the first step, batches of several requests) is done as
-`actors.coordinator` does it, or by the same code. The guesses depend on the position alone, so that two schedules
+`actors.run` does it, or by the same code. The guesses depend on the position alone, so that two schedules
 simulated with one seed are compared on the same text.
 """
 
@@ -260,7 +260,7 @@ class _Silent:
 
 
 class _Stream:
-    """One request on its way: `actors.coordinator._Run`, step for step."""
+    """One request on its way: `actors.run.Run`, step for step."""
 
     def __init__(self, world: _World, number: int, arrived: float) -> None:
         self.stats = RequestStats(started=arrived, queued_s=_now() - arrived)
