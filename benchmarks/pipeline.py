@@ -102,8 +102,8 @@ def measure_draft(
             everything = stack.enter_context(Duo(load_config(None, {**settings, "models.draft.model": None})))
             alone["all_cores"] = partial(measure, everything)
         ways = {**alone, "duo": partial(measure, duo)}
-        for way in ways.values():  # every process has run once, caches are warm
-            way("Hello!", 24)
+        for ask in ways.values():  # every process has run once, caches are warm
+            ask("Hello!", 24)
         for number, prompt in enumerate(track(prompts, name)):
             order = list(ways) if number % 2 else list(reversed(ways))
             answers: dict[str, list[Answer]] = {way: [] for way in ways}

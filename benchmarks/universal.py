@@ -114,8 +114,8 @@ def run(strategy: str, tokens: int, prompts: Sequence[str]) -> list[dict[str, An
             "duo": partial(ours, draft=True),
             "transformers": theirs,
         }
-        for way in ways.values():
-            way("Hello!")
+        for ask in ways.values():
+            ask("Hello!")
         for number, prompt in enumerate(track(prompts, strategy)):
             order = list(ways) if number % 2 else list(reversed(ways))
             answers: dict[str, list[Answered]] = {way: [] for way in ways}
@@ -159,7 +159,7 @@ class KnownText:
             text = self._ids[job.context.length :]
             pairs = zip(job.block, text, strict=False)
             accepted = next((i for i, (drafted, own) in enumerate(pairs) if drafted != own), len(job.block))
-            verdicts.append(Verdict(job.context.request_id, accepted, text[accepted] if job.draw else None))
+            verdicts.append(Verdict(job.context.request_id, accepted, text[accepted]))
         return TargetReply(tuple(verdicts), Span(0.0, 0.0), 0)
 
     def release(self, request_id: str) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 from scipy import stats
 
 from duo_ray.core.decode import decode
-from duo_ray.core.gamma import Acceptance
+from duo_ray.core.gamma import Acceptance, GammaController, Plan
 from duo_ray.core.sampling import distribution, penalise
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
 from duo_ray.models.scripted import ScriptedDraft, ScriptedTarget, random_table
-from duo_ray.types import Request
+from duo_ray.types import DraftProbs, Request, SamplingParams
 
 VOCAB = 5
 LENGTH = 3
@@ -29,7 +30,7 @@ TARGET_TABLE = cached(random_table(VOCAB, seed=7, order=2, scale=1.5))
 DRAFT_TABLE = cached(random_table(VOCAB, seed=8, order=2, scale=1.0))
 
 
-class Fixed:
+class Fixed(GammaController):
     """A controller that always says the same."""
 
     def __init__(self, plan):
@@ -53,7 +54,16 @@ class Silent:
         return ""
 
 
-def decoding(params, plan, *, prompt=PROMPT, max_tokens=LENGTH, max_sequences=1, eos=frozenset(), request_id="r"):
+def decoding(
+    params: SamplingParams,
+    plan: Plan,
+    *,
+    prompt: Sequence[int] = PROMPT,
+    max_tokens: int = LENGTH,
+    max_sequences: int = 1,
+    eos: frozenset[int] = frozenset(),
+    request_id: str = "r",
+) -> Decoding[DraftProbs]:
     request = Request(request_id, tuple(prompt), params, max_tokens)
     return Decoding(
         request,
