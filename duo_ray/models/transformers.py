@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from duo_ray.core.context import IdLog, common_prefix
 from duo_ray.core.verify import Row
 from duo_ray.models.packed import PackedLinear, can_pack, pack_linears
-from duo_ray.models.slot_cache import FOLDED_SDPA, KV_CACHE_ATTENTION, Segment, SlotRunner
+from duo_ray.models.slot_attention import FOLDED_SDPA, KV_CACHE_ATTENTION, Segment
+from duo_ray.models.slot_cache import SlotRunner
 from duo_ray.models.torch_sampling import TargetRows, check_finite, logprobs, verify, verify_greedy
 from duo_ray.types import (
     ContextOverflow,

@@ -13,16 +13,16 @@ import torch
 from transformers import Gemma2Config
 
 from duo_ray.models.packed import pack_linears
-from duo_ray.models.slot_cache import (
+from duo_ray.models.slot_attention import (
     FOLDED_SDPA,
     KV_CACHE_ATTENTION,
     Segment,
-    SlotRunner,
     attention_masks,
     folded_sdpa,
     kv_cache_attention,
     layer_windows,
 )
+from duo_ray.models.slot_cache import SlotRunner
 from tests.models import flash_reference
 from tests.models.tiny_transformers import CONFIGS, VOCAB, own_logits, sharp_model, tiny_model
 
@@ -225,7 +225,7 @@ MUTATIONS: dict[str, tuple[Callable[..., object], Sequence[str]]] = {
     ("mutation", "name"), [(mutation, name) for mutation, (_, names) in MUTATIONS.items() for name in names]
 )
 def test_the_comparison_sees_a_wrong_mask(mutation: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("duo_ray.models.slot_cache.attention_masks", MUTATIONS[mutation][0])
+    monkeypatch.setattr("duo_ray.models.slot_attention.attention_masks", MUTATIONS[mutation][0])
     fuzzed = Fuzzed(name, "folded", slots=1)
     with pytest.raises(AssertionError):
         fuzzed.run({0: fuzzed.ids(40)})

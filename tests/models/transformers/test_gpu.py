@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from duo_ray.models.slot_cache import KV_CACHE_ATTENTION, Segment, SlotRunner
+from duo_ray.models.slot_attention import KV_CACHE_ATTENTION, Segment
+from duo_ray.models.slot_cache import SlotRunner
 from duo_ray.models.transformers import TransformersTarget, UnsupportedModel
 from tests.models import flash_reference
 from tests.models.tiny_transformers import own_greedy, own_logits, tiny_model

@@ -119,7 +119,7 @@ def test_a_model_that_computes_something_else_is_refused(monkeypatch: pytest.Mon
     def everything(positions: torch.Tensor, keys: int, windows: object, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(*positions.shape[:1], 1, positions.shape[1], keys, dtype=dtype)
 
-    monkeypatch.setattr("duo_ray.models.slot_cache.attention_masks", everything)
+    monkeypatch.setattr("duo_ray.models.slot_attention.attention_masks", everything)
     with pytest.raises(UnsupportedModel, match="off by"):
         TransformersTarget(tiny_model("llama"))
 
