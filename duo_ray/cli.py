@@ -1,4 +1,4 @@
-"""`duo-ray`: generate, check, doctor, bench, plan, quantize."""
+"""`duo-ray`: generate, check, diagnose, doctor, bench, plan, quantize."""
 
 from __future__ import annotations
 
@@ -203,6 +203,68 @@ def check(
                     print(result.describe())
             print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
         raise typer.Exit(1 if counts["different"] else 0)
+
+
+@app.command()
+def diagnose(
+    target: TargetName = None,
+    draft: DraftName = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSONL as for check: texts like those you serve. Default: eight built-in ones."),
+    ] = None,
+    config: ConfigFile = None,
+    setting: Setting = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Tokens of each answer.")] = 64,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.01, max=100.0, help="Of the sampled answers; default: the configuration's.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Prompts are completed without a chat template.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Another one draws other sampled answers.")] = 0,
+    html: Annotated[Path | None, typer.Option(help="Also write a report with plots to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """How good is this draft for this target, does it pay on this machine, and what would help?
+
+    First the pipeline answers every prompt, without and with the draft: that gives the target's own texts, the measured
+    speed-up and the measured acceptance. Then both models are run along those texts and their distributions compared at
+    every token: KL divergence and total variation by kind of token and by place, the acceptance they predict, the draft
+    temperature that would fit best, the two chat templates. At last the loop is simulated with the measured times: by
+    gamma, by number of sequences, by requests at once. The advice at the end names the figure behind each piece.
+
+    Takes some minutes on CPUs. Fewer prompts (--limit) and tokens (--max-tokens) are faster, and less certain: shares
+    come with their standard error.
+    """
+    with _user_errors():
+        from duo_ray.diagnosis import BUILT_IN, conclude, html_writer, observe, show_diagnosis  # noqa: PLC0415
+        from duo_ray.equivalence import read_prompts  # noqa: PLC0415
+
+        settings = _config(config, setting, target, draft, False)
+        if settings.models.draft.model is None:
+            raise ConfigError("diagnose compares a draft with a target: give it one (--draft)")
+        if settings.hardware.machine == "cluster":
+            raise ConfigError("diagnose loads both models on this machine: set hardware.machine to this")
+        write = html_writer(html) if html is not None else None  # what is wrong with it is said now
+        asked = read_prompts(prompts) if prompts is not None else BUILT_IN
+        with _start(settings) as duo, _bar(quiet=as_json) as bar:
+            prepared, task = duo.prepared, bar.add_task("running the pipeline", total=1.0)
+            observed = observe(
+                duo, asked[:limit], max_tokens=max_tokens, temperature=temperature, raw=raw, seed=seed,
+                progress=lambda text, share: bar.update(task, description=text, completed=share),
+            )  # fmt: skip
+        with _bar(quiet=as_json) as bar:
+            task = bar.add_task("comparing", total=1.0)
+            diagnosis = conclude(
+                prepared, observed, lambda text, share: bar.update(task, description=text, completed=share)
+            )
+        if as_json:
+            print(json.dumps(diagnosis.as_dict(), ensure_ascii=False))
+        else:
+            show_diagnosis(Console(highlight=False), diagnosis)
+        if write is not None:
+            write(diagnosis)
+            errors.print(f"report written to {html}", highlight=False)
 
 
 @app.command()

@@ -19,6 +19,10 @@ class RequestStats:
     """How long it waited for a slot."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    judged_tokens: int = 0
+    """Drafted tokens, heads apart, that the target looked at: those kept, and the first rejected one of a block."""
+    kept_tokens: int = 0
+    """How many of them were kept."""
     proposed_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     gamma_history: list[int] = field(default_factory=list)
@@ -46,9 +50,11 @@ class RequestStats:
     _step_seconds: float = 0.0
     _draft_seconds: float = 0.0
 
-    def verified(self, proposed: int, accepted: int) -> None:
-        """One target pass judged a block of `proposed` tokens."""
+    def verified(self, proposed: int, accepted: int, *, rejected: bool = False) -> None:
+        """One target pass judged a block of `proposed` tokens; `rejected`: it refused the one after those accepted."""
         self.target_steps += 1
+        self.judged_tokens += accepted + rejected
+        self.kept_tokens += accepted
         missing = proposed - len(self.proposed_per_position)
         self.proposed_per_position += [0] * missing
         self.accepted_per_position += [0] * missing
@@ -98,6 +104,8 @@ class RequestStats:
             "draft_tokens": self.draft_tokens,
             "accepted_tokens": self.accepted_tokens,
             "wasted_tokens": self.wasted_tokens,
+            "judged_tokens": self.judged_tokens,
+            "kept_tokens": self.kept_tokens,
             "mean_accepted": round(self.accepted_tokens / self.target_steps, 3) if self.target_steps else 0.0,
             "acceptance_per_position": [
                 round(accepted / proposed, 3)

@@ -286,7 +286,7 @@ class Decoding(Generic[Probs]):
         tokens = self._commit(ids[: verdict.accepted], Origin.ACCEPTED, verdict.logprobs)
         # An event inside the block ends the request there: what was verified after it does not count.
         kept = len(self.generation.log) - before
-        self.stats.verified(len(ids), kept)
+        self.stats.verified(len(ids), kept, rejected=kept == verdict.accepted < len(ids))
         if verdict.accepted < len(ids):
             tokens += self._commit_drawn(ending, Origin.CORRECTION)
         return tokens

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -266,6 +268,29 @@ class TransformersTarget:
             seconds = [self._timed(segment) for _ in range(steps + 1)]
             timings.append((n, median(seconds[1:])))
         return timings
+
+    def logits_along(self, ids: Sequence[int], last: int) -> Iterator[NDArray[np.float32]]:
+        """Logits `[vocab_size]` after each of the last `last` ids of a text.
+
+        Raises:
+            ContextOverflow: every slot is in use, or the text is longer than `max_context`.
+        """
+        if not self._idle or len(ids) > self.max_context:
+            raise ContextOverflow(
+                f"{len(ids)} ids, for which {len(self._idle)} of {self.slots} slots of {self.max_context} are free"
+            )
+        slot = self._idle.pop()
+        slot.cached.clear()
+        try:
+            for start in range(0, len(ids), self._chunk):
+                part = ids[start : start + self._chunk]
+                keep = max(0, min(len(part), start + len(part) - (len(ids) - last)))
+                with torch.inference_mode():
+                    rows = self._runner.forward([Segment(slot.number, start, part, keep)])
+                    rows = rows[:keep, : self.vocab_size].float().cpu()
+                yield from rows.numpy()
+        finally:
+            self._idle.append(slot)
 
     def memory_bytes(self) -> int:
         """Bytes of the weights (prepacked ones included) and of the whole KV buffer."""

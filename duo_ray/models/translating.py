@@ -49,11 +49,14 @@ _PRIOR_TOKENS = 16
 Drafted = tuple[DraftBlock, DraftProbs | None]
 
 
-def adapt(draft: LlamaCppDraft, tokenizer: Tokenizer, wanted: str) -> tuple[DraftModel, VocabularyMatch]:
+def adapt(
+    draft: LlamaCppDraft, tokenizer: Tokenizer, wanted: str, *, own_template: bool = True
+) -> tuple[DraftModel, VocabularyMatch]:
     """A draft of any family for the target with this tokenizer.
 
     Args:
         wanted: `models.draft.vocabulary`: auto, or the name of a strategy.
+        own_template: a draft whose tokens are translated reads a chat in its own template, where it has one.
 
     Raises:
         VocabularyError: the strategy that is wanted cannot work with these vocabularies.
@@ -81,7 +84,7 @@ def adapt(draft: LlamaCppDraft, tokenizer: Tokenizer, wanted: str) -> tuple[Draf
         strategy=match.strategy,
         counterparts=counterparts,
         ratio=1.0 if match.strategy is Strategy.INTERSECTION else ratio,
-        reader=ConversationReader(tokenizer),
+        reader=ConversationReader(tokenizer) if own_template else None,
     ), match
 
 

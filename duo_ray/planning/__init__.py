@@ -2,7 +2,7 @@
 
 from duo_ray.planning.prediction import Capacity, Prediction, Schedule, predict, required_capacity
 from duo_ray.planning.scenario import Curve, Hardware, Text, Traffic
-from duo_ray.planning.simulation import simulate
+from duo_ray.planning.simulation import Simulated, simulate
 
 __all__ = [
     "Capacity",
@@ -10,6 +10,7 @@ __all__ = [
     "Hardware",
     "Prediction",
     "Schedule",
+    "Simulated",
     "Text",
     "Traffic",
     "predict",

@@ -219,3 +219,14 @@ def test_the_lossy_rule_keeps_what_is_among_the_k_best():
     lossy, _ = run(SamplingParams(temperature=0.0, acceptance_top_k=VOCAB), plan, max_tokens=100)
     assert lossy.stats.accepted_tokens > exact.stats.accepted_tokens
     assert lossy.stats.accepted_per_position == lossy.stats.proposed_per_position
+
+
+def test_judged_tokens_are_the_kept_ones_and_the_first_rejected_of_each_block():
+    decoding_, tokens = run(
+        GREEDY, Plan(3, 0, False, "test"), draft_table=mixed_table(TABLE, OTHER, 0.4), max_tokens=60
+    )
+    kept, rejected = (
+        sum(token.origin is origin for token in tokens) for origin in (Origin.ACCEPTED, Origin.CORRECTION)
+    )
+    assert 10 < kept == decoding_.stats.kept_tokens
+    assert 3 < rejected == decoding_.stats.judged_tokens - kept

@@ -14,6 +14,7 @@ from duo_ray.core.sampling import Purpose, uniform
 from duo_ray.models.torch_sampling import distribution
 from duo_ray.models.transformers import TransformersTarget
 from duo_ray.types import (
+    ContextOverflow,
     DraftProbs,
     Ids,
     SamplingParams,
@@ -187,3 +188,15 @@ def test_logprobs_are_the_models_own_for_every_emitted_token(llama: Any, target:
         assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
         assert [i for i, _ in entry.top] == row.topk(4).indices.tolist()
         assert [value for _, value in entry.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
+
+
+def test_logits_along_a_text_are_the_models_own_whatever_the_chunks() -> None:
+    model = tiny_model("llama")
+    ids = random_ids(23, seed=3)
+    want = own_logits(model, ids).detach().numpy()[-10:]
+    target = TransformersTarget(model, slots=1, max_context=64, packed=False, chunk=8)
+    for _ in range(2):  # what the first time left in the slot is of no consequence
+        found = np.array(list(target.logits_along(ids, 10)))
+        assert np.allclose(found, want, atol=1e-4)
+    with pytest.raises(ContextOverflow, match="65 ids"):
+        next(target.logits_along([1] * 65, 1))
