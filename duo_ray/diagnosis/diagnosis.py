@@ -11,7 +11,7 @@ from duo_ray.actors.prepare import Prepared
 from duo_ray.diagnosis.advice import Advice, Facts, advise
 from duo_ray.diagnosis.measuring import Observed, Progress
 from duo_ray.diagnosis.outlook import PAYS, Outlook, look_ahead
-from duo_ray.diagnosis.positions import Estimate, Group, by_kind, by_place, group, spread
+from duo_ray.diagnosis.positions import Estimate, Group, by_kind, by_place, by_position, group, spread
 from duo_ray.diagnosis.scoring import Scores, score
 from duo_ray.models.vocabulary import Strategy
 
@@ -77,6 +77,7 @@ class Diagnosis:
                 "all": _named(self.overall),
                 "by_kind": [_named(each) for each in self.kinds],
                 "by_place": [_named(each) for each in self.places],
+                "by_position": [_named(each) for each in by_position(self.scores.positions)],
             },
             "acceptance": {
                 "greedy": asdict(self.greedy),

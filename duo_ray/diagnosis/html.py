@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from duo_ray.diagnosis.diagnosis import Diagnosis
+from duo_ray.diagnosis.positions import by_position
 from duo_ray.diagnosis.show import acceptance_lines, agreement_lines, speed_lines
 from duo_ray.types import DuoRayError
 
@@ -65,7 +66,7 @@ def draw(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """(title, SVG element) of each plot."""
     plots: list[tuple[str, Callable[[Axes, Diagnosis], None]]] = [
         ("By kind of token", _kinds),
-        ("By place in the answer", _places),
+        ("By position in the answer", _positions),
         ("Speed-up by gamma, simulated", _gammas),
         ("Speed-up by requests at once, simulated", _batches),
     ]
@@ -102,13 +103,14 @@ def _kinds(axes: Axes, diagnosis: Diagnosis) -> None:
     axes.figure.legend(loc="outside upper right", ncols=2)
 
 
-def _places(axes: Axes, diagnosis: Diagnosis) -> None:
-    names = [each.name for each in diagnosis.places]
-    axes.plot(names, [each.divergence for each in diagnosis.places], "o-", color=_FIRST, label="KL, nats")
-    axes.plot(names, [each.variation for each in diagnosis.places], "s--", color=_SECOND, label="total variation")
+def _positions(axes: Axes, diagnosis: Diagnosis) -> None:
+    found = by_position(diagnosis.scores.positions)
+    places = [int(each.name) for each in found]
+    axes.plot(places, [each.divergence for each in found], color=_FIRST, label="KL, nats")
+    axes.plot(places, [each.variation for each in found], "--", color=_SECOND, label="total variation")
     axes.set_ylim(bottom=0.0)
-    axes.set_xlabel("tokens of the answer")
-    axes.legend()
+    axes.set_xlabel("token of the answer")
+    axes.figure.legend(loc="outside upper right", ncols=2)
 
 
 def _temperatures(axes: Axes, diagnosis: Diagnosis) -> None:

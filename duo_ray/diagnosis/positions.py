@@ -124,6 +124,12 @@ def by_kind(positions: Sequence[Position]) -> tuple[Group, ...]:
     return _groups([str(kind) for kind in Kind], positions, lambda each: str(each.kind))
 
 
+def by_position(positions: Sequence[Position]) -> tuple[Group, ...]:
+    """One group for each place in the answers, named by its number from 1."""
+    last = max((each.place for each in positions), default=-1)
+    return _groups([str(place + 1) for place in range(last + 1)], positions, lambda each: str(each.place + 1))
+
+
 def by_place(positions: Sequence[Position]) -> tuple[Group, ...]:
     """The first 4 tokens of the answers, the next 4, then each group twice as long as the one before."""
     last = max((each.place for each in positions), default=0)

@@ -30,7 +30,7 @@ from duo_ray.models.llama_cpp import LlamaCppDraft
 from duo_ray.models.transformers import TransformersTarget
 from duo_ray.models.translating import adapt
 from duo_ray.models.vocabulary import Counterparts, Strategy, TokenizerVocabulary, Vocabulary
-from duo_ray.types import DraftJob, DraftModel, SamplingParams
+from duo_ray.types import DraftJob, DraftModel, DuoRayError, SamplingParams
 
 _KEPT = 64
 """A pipeline's draft truncates q to so many tokens (`LlamaCppDraft.load`)."""
@@ -105,7 +105,7 @@ def score(prepared: Prepared, observed: Observed, progress: Progress) -> Scores:
     """Load both models, run them along the texts and free them.
 
     Raises:
-        DuoRayError: a model cannot be loaded on this machine.
+        DuoRayError: a model cannot be loaded on this machine, or the draft proposes nothing.
     """
     from transformers.utils import logging  # noqa: PLC0415 - torch is loaded for the models only
 
@@ -202,7 +202,7 @@ class _Scoring:
         used = strategy is self._observed.match.strategy and own_template is (strategy is not Strategy.SAME)
         agreement = Estimate.of_share(sum(right), len(right))
         if agreement is None:
-            raise ValueError("no greedy text to compare along")
+            raise DuoRayError("the draft proposed no token along these texts: ask for longer answers (--max-tokens)")
         return View(str(strategy), whose, used, agreement)
 
     def _proposable(self, strategy: Strategy) -> NDArray[np.bool_]:
@@ -258,16 +258,14 @@ class _Scoring:
             )
 
     def _guesses_right(self, strategy: Strategy, *, own_template: bool) -> list[bool]:
-        """For each position of the greedy texts at which the draft proposes a token, whether it is the target's."""
+        """For each position of the greedy texts, whether the draft proposes the target's token."""
         draft = self._draft(strategy, own_template=own_template)
         right = []
         for text in (each for each in self._observed.written if not each.sampled):
             self._tick(f"trying the draft by {strategy}")
             budget = _LOOK_AHEAD if strategy is Strategy.STRING else 1
             written = _proposals(draft, text, SamplingParams(temperature=0.0), budget=budget)
-            right += [
-                guess == token for (guess, _), token in zip(written, text.answer, strict=True) if guess is not None
-            ]
+            right += [guess == token for (guess, _), token in zip(written, text.answer, strict=True)]
         return right
 
     def _drawn_alike(self) -> Estimate | None:
@@ -279,9 +277,8 @@ class _Scoring:
             rows = self._target.logits_along((*text.prompt, *text.answer[:-1]), len(text.answer))
             written = _proposals(draft, text, SamplingParams(temperature=0.0), budget=_LOOK_AHEAD)
             chances += [
-                float(distribution(logits, params)[guess])
+                0.0 if guess is None else float(distribution(logits, params)[guess])
                 for logits, (guess, _) in zip(rows, written, strict=True)
-                if guess is not None
             ]
         return Estimate.of_mean(chances)
 

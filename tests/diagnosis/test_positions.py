@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from duo_ray.diagnosis.positions import Estimate, Kind, Position, by_kind, by_place, group, kind_of, spread
+from duo_ray.diagnosis.positions import Estimate, Kind, Position, by_kind, by_place, by_position, group, kind_of, spread
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,11 @@ def test_kinds_come_in_their_order_and_only_those_there_are():
 def test_places_are_grouped_in_stretches_that_double():
     found = by_place([position(place) for place in (0, 3, 4, 7, 8, 15, 16)])
     assert [(each.name, each.count) for each in found] == [("1-4", 2), ("5-8", 2), ("9-16", 2), ("17-32", 1)]
+
+
+def test_every_position_is_told_by_its_number():
+    found = by_position([position(0, divergence=1.0), position(2, divergence=2.0), position(2, divergence=4.0)])
+    assert [(each.name, each.count, each.divergence) for each in found] == [("1", 1, 1.0), ("3", 2, 3.0)]
 
 
 def test_a_share_knows_its_standard_error():
