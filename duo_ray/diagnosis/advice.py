@@ -15,6 +15,8 @@ _CLOSE = 0.05
 _POOR, _GOOD = 0.6, 0.8
 _BUSY = 0.3
 _SLOW_ROUND = 0.15
+_ENOUGH_TOKENS = 200
+_SHORT_OF = 0.85
 _WARM = 1.15
 
 _COARSE = ("IQ1", "IQ2", "IQ3", "TQ1", "TQ2", "Q2", "Q3")
@@ -38,6 +40,8 @@ class Facts:
 
     speedup: float
     """Measured, greedy, one request at a time."""
+    tokens: int
+    """That the measured one rests on."""
     simulated: float
     faster: float
     """Simulated with a draft twice as fast."""
@@ -115,6 +119,14 @@ def _cores(facts: Facts) -> Iterator[Advice]:
         yield Advice(
             "keep other processes off the pipeline's cores (hardware.cpu_affinity)",
             f"the round overhead is {facts.overhead_share:.0%} of a target pass: processes wait for a core",
+        )
+
+
+def _in_each_others_way(facts: Facts) -> Iterator[Advice]:
+    if facts.tokens >= _ENOUGH_TOKENS and facts.speedup < _SHORT_OF * facts.simulated:
+        yield Advice(
+            "look at what the two models share (duo-ray doctor): cores, hyper-threads, memory, other programs",
+            f"{facts.speedup:.2f} times the target alone measured, {facts.simulated:.2f} simulated with the same times",
         )
 
 
@@ -223,6 +235,7 @@ def _prediction(facts: Facts) -> Iterator[Advice]:
 _RULES: tuple[Callable[[Facts], Iterator[Advice]], ...] = (
     _does_not_pay,
     _cores,
+    _in_each_others_way,
     _way_of_use,
     _speed_of_draft,
     _quality_of_draft,

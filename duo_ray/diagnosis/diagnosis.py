@@ -173,6 +173,7 @@ def _facts(prepared: Prepared, observed: Observed, scores: Scores, outlook: Outl
     loads = zip(prepared.machine.present, observed.idle_load, strict=False)
     return Facts(
         speedup=observed.speedup,
+        tokens=observed.drafted.tokens,
         simulated=outlook.auto,
         faster=outlook.faster,
         better=outlook.better,

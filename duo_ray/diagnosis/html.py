@@ -65,13 +65,14 @@ def write_html(diagnosis: Diagnosis, path: Path) -> None:
 def draw(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """(title, SVG element) of each plot."""
     plots: list[tuple[str, Callable[[Axes, Diagnosis], None]]] = [
+        ("Acceptance, predicted and measured", _acceptance),
         ("By kind of token", _kinds),
         ("By position in the answer", _positions),
         ("Speed-up by gamma, simulated", _gammas),
         ("Speed-up by requests at once, simulated", _batches),
     ]
     if diagnosis.scores.temperature is not None:
-        plots.insert(2, ("Divergence by the draft's temperature", _temperatures))
+        plots.insert(3, ("Divergence by the draft's temperature", _temperatures))
     drawn = []
     for title, plot in plots:
         # Ids are made of the salt: those of two plots in one page must differ.
@@ -87,6 +88,20 @@ def _svg(figure: Figure) -> str:
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()
     return text[text.index("<svg") :].replace(_INK, "currentColor")
+
+
+def _acceptance(axes: Axes, diagnosis: Diagnosis) -> None:
+    pairs = (("greedy", diagnosis.greedy), (f"sampled at {diagnosis.sampling_temperature:g}", diagnosis.sampled))
+    for offset, colour, label in ((-0.2, _FIRST, "predicted"), (0.2, _SECOND, "measured")):
+        found = [(row, getattr(acceptance, label)) for row, (_, acceptance) in enumerate(pairs)]
+        known = [(row + offset, each) for row, each in found if each is not None]
+        places, heights = [at for at, _ in known], [each.value for _, each in known]
+        errors = [each.error for _, each in known]
+        axes.bar(places, heights, 0.38, yerr=errors, color=colour, ecolor=_INK, capsize=4, label=label)
+    axes.set_xticks(range(len(pairs)), [name for name, _ in pairs])
+    axes.set_ylim(0.0, 1.05)
+    axes.set_ylabel("share kept")
+    axes.figure.legend(loc="outside upper right", ncols=2)
 
 
 def _kinds(axes: Axes, diagnosis: Diagnosis) -> None:

@@ -10,6 +10,7 @@ from duo_ray.diagnosis.positions import Estimate
 
 FINE = Facts(
     speedup=2.0,
+    tokens=500,
     simulated=2.0,
     faster=2.02,
     better=2.02,

@@ -22,6 +22,7 @@ def test_where_no_figure_stands_out_nothing_is_to_be_changed():
         ({"speedup": 0.9, "simulated": 0.95, "faster": 1.0, "better": 1.0}, "--no-draft", "neither"),
         ({"shared_cores": True}, "hardware.cpu_affinity", "same core"),
         ({"busy": 0.45}, "hardware.cpu_affinity", "45%"),
+        ({"speedup": 1.5}, "duo-ray doctor", "1.50 times the target alone measured, 2.00"),
         ({"overhead_share": 0.2}, "hardware.cpu_affinity", "20%"),
         ({"faster": 2.4, "idle_cores": 3}, "models.draft.threads=7", "3 cores are idle"),
         ({"faster": 2.4, "quant": "Q8_0"}, "models.draft.quant=Q4_0", "2.40"),
@@ -58,6 +59,7 @@ def test_a_figure_that_stands_out_is_the_reason_of_its_advice(changes, what, bec
         {"temperature": 1.5},  # without anything to gain
         {"temperature": None, "best_overlap": 0.9},  # the draft is not sampled from
         {"measured": Estimate(0.6, 0.1, 20)},  # too few to tell
+        {"speedup": 1.5, "tokens": 60},
         {"best_gamma": (4, 2.03)},
         {"faster": 2.4, "predicted": Estimate(0.7, 0.01, 1000)},  # the quality is in doubt rather than the size
     ],

@@ -32,7 +32,7 @@ def test_a_coarse_draft_is_diagnosed_with_json_and_html(tmp_path):
     assert found["speed"]["alone_tokens_per_s"] > 0
     assert found["simulated"]["t_target_over_t_draft"] > 0
     assert found["advice"]
-    assert report.read_text().count("<svg") == 5
+    assert report.read_text().count("<svg") == 6
 
 
 def test_a_line_that_is_no_prompt_is_named(tmp_path):

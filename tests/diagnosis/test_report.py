@@ -104,7 +104,7 @@ def test_the_html_stands_alone_and_shows_names_as_text(tmp_path):
     path = tmp_path / "report.html"
     html_writer(path)(made())
     page = path.read_text(encoding="utf-8")
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 6
     assert re.findall(r"""(?:src|href)=["'](?!#)""", page) == []  # nothing is loaded from elsewhere
     assert "url(http" not in page
     assert "<script" not in page
