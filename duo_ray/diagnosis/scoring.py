@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +27,12 @@ from duo_ray.diagnosis.distances import (
 from duo_ray.diagnosis.measuring import Observed, Progress, Written
 from duo_ray.diagnosis.positions import Estimate, Position, kind_of
 from duo_ray.models.gguf_header import read_gguf
-from duo_ray.models.llama_cpp import LlamaCppDraft
-from duo_ray.models.transformers import TransformersTarget
-from duo_ray.models.translating import adapt
 from duo_ray.models.vocabulary import Counterparts, Strategy, TokenizerVocabulary, Vocabulary
 from duo_ray.types import DraftJob, DraftModel, DuoRayError, SamplingParams
+
+if TYPE_CHECKING:
+    from duo_ray.models.llama_cpp import LlamaCppDraft
+    from duo_ray.models.transformers import TransformersTarget
 
 _KEPT = 64
 """A pipeline's draft truncates q to so many tokens (`LlamaCppDraft.load`)."""
@@ -107,7 +109,10 @@ def score(prepared: Prepared, observed: Observed, progress: Progress) -> Scores:
     Raises:
         DuoRayError: a model cannot be loaded on this machine, or the draft proposes nothing.
     """
-    from transformers.utils import logging  # noqa: PLC0415 - torch is loaded for the models only
+    from transformers.utils import logging  # noqa: PLC0415 - not before the pipeline has ended: it takes memory
+
+    from duo_ray.models.llama_cpp import LlamaCppDraft  # noqa: PLC0415
+    from duo_ray.models.transformers import TransformersTarget  # noqa: PLC0415
 
     quiet: Callable[[], None] = logging.disable_progress_bar
     quiet()
@@ -192,6 +197,8 @@ class _Scoring:
         return views
 
     def _draft(self, strategy: Strategy, *, own_template: bool = True) -> DraftModel:
+        from duo_ray.models.translating import adapt  # noqa: PLC0415 - as in `score`
+
         self._model.propose_only(np.arange(self._model.vocab_size, dtype=np.int32))
         draft, _ = adapt(self._model, self._tokenizer, strategy, own_template=own_template)
         return draft

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from typer.testing import CliRunner
 
-from tests.test_cli import SMALL, refused, run
+from duo_ray.cli import app
+from tests.test_cli import SMALL, run
 
 
 @pytest.mark.ray
@@ -35,10 +37,18 @@ def test_a_coarse_draft_is_diagnosed_with_json_and_html(tmp_path):
     assert report.read_text().count("<svg") == 6
 
 
+def refused(*arguments: str) -> str:
+    """The error of a command that must fail with exit code 2."""
+    done = CliRunner().invoke(app, ["diagnose", *arguments], terminal_width=120)
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    return done.stderr
+
+
 def test_a_line_that_is_no_prompt_is_named(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Hi"}\nnot JSON\n')
-    assert "line 2" in refused("diagnose", "--prompts", str(prompts))
+    assert "prompts.jsonl, line 2" in refused("--prompts", str(prompts))
 
 
 @pytest.mark.parametrize(
@@ -48,14 +58,16 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path):
         (["--html", "/nowhere/report.html"], ["--html", "/nowhere/report.html"]),
         (["--set", "hardware.machine=cluster"], ["hardware.machine"]),
         (["--prompts", "/nowhere/prompts.jsonl"], ["/nowhere/prompts.jsonl"]),
+        (["--temperature", "0"], ["--temperature"]),
     ],
 )
 def test_what_cannot_be_diagnosed_is_refused_before_anything_starts(arguments, words):
-    line = refused("diagnose", *arguments)
-    assert all(word in line for word in words), line
+    error = refused(*arguments)
+    assert all(word in error for word in words), error
+    assert "Traceback" not in error
 
 
 def test_the_help_says_what_is_measured():
-    done = run("diagnose", "--help")
-    assert done.returncode == 0
+    done = CliRunner().invoke(app, ["diagnose", "--help"])
+    assert done.exit_code == 0
     assert all(word in done.stdout for word in ("--prompts", "--html", "KL", "acceptance", "simulated"))

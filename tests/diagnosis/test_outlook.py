@@ -7,7 +7,7 @@ import json
 import pytest
 
 from duo_ray.diagnosis.outlook import BATCHES, GAMMAS, Batch, Outlook, look_ahead
-from duo_ray.planning.simulation import InvalidScenario
+from duo_ray.planning.scenario import InvalidScenario
 
 TARGET = {"1": 0.08, "8": 0.085, "32": 0.11}
 
