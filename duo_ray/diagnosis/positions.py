@@ -24,7 +24,7 @@ class Kind(StrEnum):
     """End of text and the like."""
 
 
-_CODE = frozenset("{}[]()<>=+*/\\|&^%$#@~`_")
+_CODE = frozenset("{}[]()<>=+*/\\|^~`_")
 
 
 def kind_of(piece: bytes, *, special: bool, follows_word: bool) -> Kind:
@@ -40,7 +40,7 @@ def kind_of(piece: bytes, *, special: bool, follows_word: bool) -> Kind:
         return Kind.SPACE
     if any(character in _CODE for character in word):
         return Kind.CODE
-    if word.isnumeric():
+    if any(character.isnumeric() for character in word) and not any(character.isalpha() for character in word):
         return Kind.NUMBER
     if not any(character.isalnum() or character == "\ufffd" for character in word):
         return Kind.PUNCTUATION
