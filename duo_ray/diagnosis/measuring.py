@@ -8,7 +8,7 @@ from typing import Any
 
 from duo_ray.core.gamma import Costs
 from duo_ray.diagnosis.positions import Estimate
-from duo_ray.hardware import sample_load
+from duo_ray.hardware.load import sample_load
 from duo_ray.models.vocabulary import VocabularyMatch
 from duo_ray.session import Answer, Duo, Prompt
 from duo_ray.types import DuoRayError, Ids, SamplingParams
