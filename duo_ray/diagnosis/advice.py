@@ -17,6 +17,7 @@ _BUSY = 0.3
 _SLOW_ROUND = 0.15
 _ENOUGH_TOKENS = 200
 _SHORT_OF = 0.85
+_FEW_JUDGED = 10
 _WARM = 1.15
 
 _COARSE = ("IQ1", "IQ2", "IQ3", "TQ1", "TQ2", "Q2", "Q3")
@@ -219,10 +220,10 @@ def _settings(facts: Facts) -> Iterator[Advice]:
 
 def _prediction(facts: Facts) -> Iterator[Advice]:
     measured, predicted = facts.measured, facts.predicted
-    if measured is None:
+    if measured is None or measured.count < _FEW_JUDGED:
         yield Advice(
-            "--set optimization.fallback=false and diagnose again, to see the draft at work",
-            "the controller drafted nothing that could be judged",
+            "diagnose again with --set optimization.fallback=false, to see the draft at work",
+            f"the controller gave up on it: only {0 if measured is None else measured.count} drafted tokens were judged",
         )
     elif measured.value < predicted.value - _CLOSE and measured.differs_from(predicted):
         yield Advice(

@@ -73,19 +73,19 @@ def acceptance_lines(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.scores.used.strategy == "string":
         rules = (rules[0], "the mean probability of the proposed token")
     return [
-        f"greedy: {_compared(diagnosis.greedy)}; predicted is {rules[0]}",
-        f"sampled at {temperature:g}: {_compared(diagnosis.sampled)}; predicted is {rules[1]}",
+        f"greedy: {_compared(diagnosis.greedy)}; the prediction is {rules[0]}",
+        f"sampled at {temperature:g}: {_compared(diagnosis.sampled)}; the prediction is {rules[1]}",
     ]
 
 
 def _compared(acceptance: Acceptance) -> str:
-    return f"{shown(acceptance.predicted)} predicted, {shown(acceptance.measured)} measured in the pipeline"
+    return f"predicted {shown(acceptance.predicted)}, measured in the pipeline {shown(acceptance.measured)}"
 
 
 def shown(estimate: Estimate | None) -> str:
     """A share with its standard error and what it is of."""
     if estimate is None:
-        return "nothing to count,"
+        return "nothing (no token was judged)"
     return f"{estimate.value:.1%} ± {estimate.error:.1%} (of {estimate.count})"
 
 

@@ -42,7 +42,8 @@ def test_where_no_figure_stands_out_nothing_is_to_be_changed():
         ({"best_gamma": (4, 2.2)}, "optimization.draft_budget=4", "2.20"),
         ({"best_sequences": (2, 2.2, 2.0)}, "optimization.max_sequences=2", "2.20"),
         ({"stops_at": 4}, "fallback", "from 4 requests"),
-        ({"measured": None}, "optimization.fallback=false", "nothing"),
+        ({"measured": None}, "optimization.fallback=false", "only 0"),
+        ({"measured": Estimate(0.0, 0.3, 2)}, "optimization.fallback=false", "only 2"),
         ({"measured": Estimate(0.5, 0.02, 500)}, "duo-ray check", "50% of 500"),
     ],
 )

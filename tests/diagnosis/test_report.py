@@ -62,8 +62,8 @@ def test_the_text_has_the_verdict_every_section_and_each_advice_with_its_reason(
     text = out.getvalue()
     assert "speculation pays on this machine: 2.00 times the target alone" in text
     assert "stops paying at 4 requests at once" in text
-    assert "66.7% ± 10.0% (of 18) predicted, 66.7%" in text  # 40 of 60 judged
-    assert "sampled at 0.7: 80.0% ± 5.0% (of 18) predicted, nothing to count" in text
+    assert "predicted 66.7% ± 10.0% (of 18), measured in the pipeline 66.7%" in text  # 40 of 60 judged
+    assert "sampled at 0.7: predicted 80.0% ± 5.0% (of 18), measured in the pipeline nothing" in text
     assert "1.20 times its temperature" in text
     assert "the chat templates differ" in text
     assert "models.draft.quant=Q4_0" in text
