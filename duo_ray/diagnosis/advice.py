@@ -223,7 +223,7 @@ def _prediction(facts: Facts) -> Iterator[Advice]:
     if measured is None or measured.count < _FEW_JUDGED:
         yield Advice(
             "diagnose again with --set optimization.fallback=false, to see the draft at work",
-            f"the controller gave up on it: only {0 if measured is None else measured.count} drafted tokens were judged",
+            f"the controller gave up on it: only {0 if measured is None else measured.count} tokens were judged",
         )
     elif measured.value < predicted.value - _CLOSE and measured.differs_from(predicted):
         yield Advice(
