@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp as ll
@@ -21,15 +20,13 @@ from numpy.typing import NDArray
 
 from duo_ray.core.context import IdLog, common_prefix
 from duo_ray.models.block_writer import BlockWriter, Draft, HeldSequence, Logits, Slot
-from duo_ray.models.llama_library import LlamaCppError, check_model, load_model, log, start_library
+from duo_ray.models.llama_context import BatchRow, LlamaContext
+from duo_ray.models.llama_library import LlamaCppError
 from duo_ray.models.llama_vocabulary import LlamaVocabulary
 from duo_ray.types import Context, ContextOverflow, DraftBlock, DraftJob, DraftProbs, Ids, Span, UnknownPrefix
 
 _WORTH_KEEPING = 8
 """Shared tokens from which a request prefers the slot that another one left."""
-
-_MICRO_BATCH = 64
-"""Tokens llama.cpp computes at once; more is no faster on a CPU and attention scratch grows with it."""
 
 
 class LlamaCppDraft:
@@ -41,27 +38,21 @@ class LlamaCppDraft:
 
     def __init__(
         self,
-        model: Any,
-        context: Any,
+        context: LlamaContext,
         *,
         slots: int,
         max_context: int,
         max_sequences: int,
         keep: int,
     ) -> None:
-        vocab = ll.llama_model_get_vocab(model)
-        self.vocab_size: int = ll.llama_vocab_n_tokens(vocab)
+        vocab = ll.llama_model_get_vocab(context.model)
+        self.vocab_size = context.vocab_size
         self.max_context = max_context
         self.slots = slots
         self.max_sequences = max_sequences
         ends = frozenset(i for i in range(self.vocab_size) if ll.llama_vocab_is_eog(vocab, i))
         self._writer = BlockWriter(min(keep, self.vocab_size), ends, max_sequences, self._fork)
-        self._model = model
         self._context = context
-        self._memory = ll.llama_get_memory(context)
-        self._batch_size: int = ll.llama_n_batch(context)
-        self._batch = ll.llama_batch_init(self._batch_size, 0, 1)
-        self._memory_bytes = log.buffer_bytes
         self._held: dict[str, Slot] = {}  # idle longest first
         ranges = (range(i * max_sequences, (i + 1) * max_sequences) for i in range(slots))
         self._idle = [Slot(seq_ids) for seq_ids in ranges]  # idle longest first
@@ -109,37 +100,11 @@ class LlamaCppDraft:
             )
         if n_batch < sequences:
             raise ValueError(f"n_batch={n_batch} must be at least slots x max_sequences = {sequences}")
-        start_library()
-        log.clear()
-        model = load_model(Path(path))
-        try:
-            check_model(model, Path(path))
-            trained: int = ll.llama_model_n_ctx_train(model)
-            if max_context > trained:
-                raise ValueError(
-                    f"max_context={max_context}, but {path} was trained for {trained} tokens: ask for less"
-                )
-            params = ll.llama_context_default_params()
-            params.n_ctx = slots * max_context
-            params.n_batch = n_batch
-            params.n_ubatch = min(_MICRO_BATCH, n_batch)
-            params.n_seq_max = params.n_outputs_max = sequences
-            params.n_threads = params.n_threads_batch = threads
-            params.kv_unified = True
-            params.swa_full = True  # a sliding-window cache could not be cropped past its window
-            params.offload_kqv = params.op_offload = False
-            # On CPUs the fused kernel is the slow one: 4 sequences at 3000 tokens took 384 ms with it, 57 ms without.
-            params.flash_attn_type = ll.LLAMA_FLASH_ATTN_TYPE_DISABLED
-            context = ll.llama_init_from_model(model, params)
-            if not context:
-                raise LlamaCppError(
-                    f"no context of {slots} x {max_context} tokens for {path}: lower one of them ({log.quote()})"
-                )
-        except BaseException:
-            ll.llama_model_free(model)
-            raise
+        context = LlamaContext.load(
+            Path(path), use="draft", slots=slots, max_context=max_context, sequences=sequences, threads=threads,
+            batch_size=n_batch, outputs=sequences,
+        )  # fmt: skip
         return cls(
-            model,
             context,
             slots=slots,
             max_context=max_context,
@@ -149,22 +114,17 @@ class LlamaCppDraft:
 
     def close(self) -> None:
         """Free model, KV cache and batch. The object is of no use afterwards; closing it again does nothing."""
-        if self._context is None:
-            return
-        ll.llama_batch_free(self._batch)
-        ll.llama_free(self._context)
-        ll.llama_model_free(self._model)
-        self._context = self._model = self._memory = None
+        self._context.close()
         self._held.clear()
 
     def memory_bytes(self) -> int:
         """Bytes of weights, KV cache and scratch memory, as llama.cpp accounted for them at load."""
-        return self._memory_bytes
+        return self._context.memory_bytes
 
     @property
     def vocabulary(self) -> LlamaVocabulary:
         """The model's vocabulary, of use until `close`."""
-        return LlamaVocabulary(self._model)
+        return LlamaVocabulary(self._context.model)
 
     def propose_only(self, ids: NDArray[np.int32]) -> None:
         """From now on never propose another token than these."""
@@ -174,13 +134,15 @@ class LlamaCppDraft:
     def logits_along(self, ids: Ids) -> Iterator[Logits]:
         """Logits `[V]` after each id of a text, without restriction or penalties; each is valid until the next."""
         [slot] = self._take([Context("", 0, 0, (), 0)])
-        step = min(self._batch_size, self.slots * self.max_sequences)  # llama.cpp keeps no more rows of logits
+        step = min(self._context.batch_size, self.slots * self.max_sequences)  # llama.cpp keeps no more rows of logits
         try:
             for start in range(0, len(ids), step):
                 chunk = ids[start : start + step]
-                self._decode([_BatchRow(token, start + i, slot.seq_ids[0], True) for i, token in enumerate(chunk)])
+                self._context.decode(
+                    [BatchRow(token, start + i, slot.seq_ids[0], True) for i, token in enumerate(chunk)]
+                )
                 for i in range(len(chunk)):
-                    yield self._logits(i)
+                    yield self._context.logits(i)
         finally:
             self._forget("")
 
@@ -216,14 +178,13 @@ class LlamaCppDraft:
             for width in (w for w in (1, 2, 4) if w <= self.max_sequences):
                 slot.sequences = [HeldSequence(seq_id) for seq_id in slot.seq_ids[:width]]
                 rows = [
-                    _BatchRow(i % self.vocab_size, 0, sequence.seq_id, True)
-                    for i, sequence in enumerate(slot.sequences)
+                    BatchRow(i % self.vocab_size, 0, sequence.seq_id, True) for i, sequence in enumerate(slot.sequences)
                 ]
                 for step in range(steps + 1):
                     started = time.perf_counter()
-                    self._decode(rows)
+                    self._context.decode(rows)
                     for i in range(width):
-                        self._logits(i).argmax()
+                        self._context.logits(i).argmax()
                     if step > 0:  # the first one reads the weights from disk
                         timings.append((width, time.perf_counter() - started))
                     for sequence in slot.sequences:
@@ -300,7 +261,7 @@ class LlamaCppDraft:
 
     def _take(self, contexts: Sequence[Context]) -> list[Slot]:
         """The slots of these requests, which become the most recently used; others make room for new ones."""
-        if self._context is None:
+        if self._context.closed:
             raise LlamaCppError("this draft is closed: load it again")
         for context in contexts:
             if context.request_id in self._held:
@@ -319,7 +280,7 @@ class LlamaCppDraft:
                 self._crop(sequence, 0)
             each.reset()
         if len(self._held) == 1:
-            ll.llama_memory_clear(self._memory, False)  # cells are given out from the first one again
+            self._context.clear()
 
     def _choose_idle(self, ids: Ids) -> Slot:
         """The idle slot whose ids go furthest with these; without a prefix worth keeping, the one idle longest.
@@ -335,7 +296,7 @@ class LlamaCppDraft:
         if most >= longest + _WORTH_KEEPING:
             source, [kept] = others[lengths.index(most)].sequences[0], slot.sequences
             self._crop(kept, 0)
-            ll.llama_memory_seq_cp(self._memory, source.seq_id, kept.seq_id, 0, most)
+            self._context.share(source.seq_id, kept.seq_id, most)
             slot.log = IdLog(ids[:most])
         return slot
 
@@ -362,13 +323,12 @@ class LlamaCppDraft:
         """One more sequence that continues the request's context."""
         used = {sequence.seq_id for sequence in slot.sequences}
         fork = HeldSequence(next(seq_id for seq_id in slot.seq_ids if seq_id not in used))
-        ll.llama_memory_seq_cp(self._memory, slot.sequences[0].seq_id, fork.seq_id, -1, len(slot.log))
+        self._context.share(slot.sequences[0].seq_id, fork.seq_id, len(slot.log))
         slot.sequences.append(fork)
         return fork
 
     def _crop(self, sequence: HeldSequence, length: int) -> None:
-        if not ll.llama_memory_seq_rm(self._memory, sequence.seq_id, length, -1):
-            raise LlamaCppError(f"the draft's cache cannot be cropped to {length} tokens: use another draft model")
+        self._context.crop(sequence.seq_id, length)
 
     # --- decoding
 
@@ -376,29 +336,29 @@ class LlamaCppDraft:
         """Decode the ids that are missing from the KV cache; a job starts to write as soon as its own are in."""
         started = time.perf_counter()
         missing = [
-            (draft, _BatchRow(token, position, draft.trunk.seq_id, position == draft.length - 1))
+            (draft, BatchRow(token, position, draft.trunk.seq_id, position == draft.length - 1))
             for draft in drafts
             for position, token in enumerate(draft.slot.log.ids[draft.held :], draft.held)
         ]
-        for start in range(0, len(missing), self._batch_size):
-            chunk = missing[start : start + self._batch_size]
-            self._decode([row for _, row in chunk])
+        for start in range(0, len(missing), self._context.batch_size):
+            chunk = missing[start : start + self._context.batch_size]
+            self._context.decode([row for _, row in chunk])
             for i, (draft, row) in enumerate(chunk):
                 if row.wanted:
                     draft.prompt_seconds = time.perf_counter() - started
                     if draft.job.budget > 0:
-                        draft.start(self._writer.write(draft, self._logits(i)))
+                        draft.start(self._writer.write(draft, self._context.logits(i)))
 
     def _advance(self, drafts: Sequence[Draft]) -> None:
         """One decode: every live sequence of every job goes one token further."""
         started = time.perf_counter()
         rows = [
-            _BatchRow(branch.ids[-1], draft.length + len(branch.ids) - 1, branch.sequence.seq_id, True)
+            BatchRow(branch.ids[-1], draft.length + len(branch.ids) - 1, branch.sequence.seq_id, True)
             for draft in drafts
             for branch in draft.pending
         ]
-        self._decode(rows)
-        logits = iter([self._logits(i) for i in range(len(rows))])
+        self._context.decode(rows)
+        logits = iter([self._context.logits(i) for i in range(len(rows))])
         for draft in drafts:
             for branch in draft.pending:
                 branch.sequence.tail.append(branch.ids[-1])
@@ -406,30 +366,3 @@ class LlamaCppDraft:
         seconds = time.perf_counter() - started
         for draft in drafts:
             draft.token_seconds.append((len(rows), seconds))
-
-    def _decode(self, rows: Sequence[_BatchRow]) -> None:
-        batch = self._batch
-        for i, (token, position, seq_id, wanted) in enumerate(rows):
-            batch.token[i] = token
-            batch.pos[i] = position
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = seq_id
-            batch.logits[i] = wanted
-        batch.n_tokens = len(rows)
-        code = ll.llama_decode(self._context, batch)
-        if code != 0:
-            raise LlamaCppError(f"llama_decode of {len(rows)} tokens failed with code {code} ({log.quote()})")
-
-    def _logits(self, index: int) -> Logits:
-        """Logits `[V]` of one row of the last decode, in llama.cpp's own memory: valid until the next decode."""
-        return np.ctypeslib.as_array(ll.llama_get_logits_ith(self._context, index), (self.vocab_size,))
-
-
-class _BatchRow(NamedTuple):
-    """One token of a decode."""
-
-    token: int
-    position: int
-    seq_id: int
-    wanted: bool
-    """Whether its logits are read."""

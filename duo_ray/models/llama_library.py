@@ -7,6 +7,7 @@ import os
 import re
 from collections import deque
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ _FILE_TYPES: dict[str, int] = {
     if (match := re.fullmatch(r"LLAMA_FTYPE_(?:MOSTLY|ALL)_(\w+)", name))
 }
 """llama.cpp's names of weight types: F16, Q8_0, Q4_K_M, ..."""
+
+NO_GPU_BUILD = (
+    "llama-cpp-python was built without a GPU: CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-deps "
+    f"--no-cache-dir --no-binary :all: llama-cpp-python=={version('llama-cpp-python')}"
+)
 
 
 class LlamaCppError(DuoRayError):
@@ -65,12 +71,16 @@ def check_file(path: Path) -> None:
             raise LlamaCppError(f"{path} is not a GGUF file: its first four bytes differ")
 
 
-def load_model(path: Path) -> Any:
+def load_model(path: Path, gpu_layers: int = 0) -> Any:
+    """Load a model; without `gpu_layers` it takes no GPU memory, whatever the build."""
     check_file(path)
+    if gpu_layers and not ll.llama_supports_gpu_offload():
+        raise LlamaCppError(f"{gpu_layers} layers on a GPU: {NO_GPU_BUILD}")
     no_devices = (ctypes.c_void_p * 1)()
     params = ll.llama_model_default_params()
-    params.devices = ctypes.cast(no_devices, ctypes.c_void_p)  # the draft takes no GPU memory, whatever the build
-    params.n_gpu_layers = 0
+    params.n_gpu_layers = gpu_layers
+    if not gpu_layers:
+        params.devices = ctypes.cast(no_devices, ctypes.c_void_p)
     # AMX kernels crash on processors that have them (llama.cpp issue 20824).
     params.use_extra_bufts = False
     model = ll.llama_model_load_from_file(os.fsencode(path), params)
@@ -79,8 +89,8 @@ def load_model(path: Path) -> Any:
     return model
 
 
-def check_model(model: Any, path: Path) -> None:
-    """A draft must generate from left to right, and its cache must forget rejected tokens."""
+def check_model(model: Any, path: Path, use: str) -> None:
+    """A draft or target must generate from left to right, and its cache must forget rejected tokens."""
     architecture = metadata(model, "general.architecture")
     refused = (
         (
@@ -94,7 +104,9 @@ def check_model(model: Any, path: Path) -> None:
     )
     for wrong, kind in refused:
         if wrong:
-            raise LlamaCppError(f"{path} ({architecture}) cannot draft, it is {kind}: use a decoder-only transformer")
+            raise LlamaCppError(
+                f"{path} ({architecture}) cannot be a {use}, it is {kind}: use a decoder-only transformer"
+            )
 
 
 def metadata(model: Any, key: str) -> str:

@@ -34,12 +34,12 @@ def test_a_truncated_file_quotes_llama_cpp_and_prints_nothing(
 
 
 def test_a_recurrent_model_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(LlamaCppError, match=r"mamba\.gguf \(mamba\) cannot draft, it is recurrent"):
+    with pytest.raises(LlamaCppError, match=r"mamba\.gguf \(mamba\) cannot be a draft, it is recurrent"):
         LlamaCppDraft.load(write_tiny_mamba(tmp_path / "mamba.gguf"), threads=1, max_context=64)
 
 
 def test_an_embedding_model_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(LlamaCppError, match=r"embed\.gguf \(llama\) cannot draft, it is an embedding model"):
+    with pytest.raises(LlamaCppError, match=r"embed\.gguf \(llama\) cannot be a draft, it is an embedding model"):
         LlamaCppDraft.load(write_tiny_llama(tmp_path / "embed.gguf", causal=False), threads=1, max_context=64)
 
 

@@ -70,7 +70,7 @@ def test_hundreds_of_requests_leave_no_more_than_their_slots_hold(draft: LlamaCp
             draft.release(name)
     for i in range(300):
         draft.release(f"r{i}")
-    held = [ll.llama_memory_seq_pos_max(draft._memory, s) for s in range(draft.slots * draft.max_sequences)]
+    held = [ll.llama_memory_seq_pos_max(draft._context.memory, s) for s in range(draft.slots * draft.max_sequences)]
     # A slot keeps the ids of its last request for the next one that begins alike, and nothing else.
     assert all(length < CONTEXT for length in held)
     assert sum(length >= 0 for length in held) <= draft.slots
