@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from duo_ray.core.context import IdLog
+from duo_ray.core.judge import judge, logprobs
 from duo_ray.core.sampling import Floats, Purpose, check_finite, distribution, draw, most_probable, penalise, uniform
 from duo_ray.core.sequences import open_heads, split
-from duo_ray.core.verify import Row, verify
+from duo_ray.core.verify import Row
 from duo_ray.types import (
     Context,
     ContextOverflow,
@@ -27,7 +28,6 @@ from duo_ray.types import (
     SamplingParams,
     Span,
     TargetReply,
-    TokenLogprobs,
     UnknownPrefix,
     Verdict,
     VerifyJob,
@@ -107,35 +107,13 @@ class ScriptedTarget:
         if self._filled[request_id] < length:
             return Verdict(request_id, 0, None)
 
-        def logits(i: int) -> Floats:
-            ids = (*held, *job.block[:i])
-            return penalise(self._table(ids), ids, job.context.prompt_length, params)
+        def raw(i: int) -> Floats:
+            return self._table((*held, *job.block[:i]))
 
-        lossy = None
-        if params.acceptance_top_k:
-
-            def lossy(i: int) -> bool:
-                return job.block[i] in most_probable(logits(i), params.acceptance_top_k)
-
-        accepted, token = verify(
-            lambda i: distribution(logits(i), params),
-            job.block,
-            None if probs is None else _rows(probs, job),
-            lambda i: uniform(params.seed, length + i, Purpose.ACCEPT),
-            lambda i: uniform(params.seed, length + i, Purpose.TOKEN),
-            lossy,
-        )
+        q = None if probs is None else _rows(probs, job)
+        accepted, token = judge(raw, held, job.block, q, job.context.prompt_length, params)
         emitted = (*job.block[:accepted], token)
-        logprobs = tuple(
-            self._logprobs((*held, *emitted[:i]), emitted[i], params.logprobs)
-            for i in range(len(emitted) if params.logprobs else 0)
-        )
-        return Verdict(request_id, accepted, token, logprobs)
-
-    def _logprobs(self, ids: Ids, token: int, count: int) -> TokenLogprobs:
-        log_p = np.log(distribution(self._table(ids), SamplingParams(temperature=1.0)))
-        top = most_probable(log_p, count)
-        return TokenLogprobs(float(log_p[token]), tuple((int(i), float(log_p[i])) for i in top))
+        return Verdict(request_id, accepted, token, logprobs(raw, emitted, params.logprobs))
 
     @property
     def held(self) -> set[str]:

@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from duo_ray.core import judge
 from duo_ray.core import verify as rules
 from duo_ray.core.gamma import Plan
 from duo_ray.core.sampling import draw
@@ -76,7 +77,7 @@ class WrongHeads(ScriptedTarget):
 
 @pytest.mark.parametrize("rule", [accept_by_p_alone, no_residual])
 def test_a_wrong_rule_fails_the_same_test(rule, monkeypatch):
-    monkeypatch.setattr(scripted, "verify", rule)
+    monkeypatch.setattr(judge, "verify", rule)
     params = SamplingParams(temperature=1.0)
     counts = observed(lambda i: dataclasses.replace(params, seed=i), DUO, samples=FEWER, max_sequences=2)
     assert p_value(counts, exact_distribution(params), FEWER) < 1e-9
