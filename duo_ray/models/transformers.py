@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from duo_ray.core.context import IdLog, common_prefix
-from duo_ray.core.verify import Row
 from duo_ray.models.packed import PackedLinear, can_pack, pack_linears
 from duo_ray.models.slot_attention import FOLDED_SDPA, KV_CACHE_ATTENTION, Segment
 from duo_ray.models.slot_cache import SlotRunner
+from duo_ray.models.target_slots import TargetSlots, Work
 from duo_ray.models.torch_sampling import TargetRows, check_finite, logprobs, verify, verify_greedy
 from duo_ray.types import (
     ContextOverflow,
@@ -29,14 +28,11 @@ from duo_ray.types import (
     SamplingParams,
     Span,
     TargetReply,
-    UnknownPrefix,
     Verdict,
     VerifyJob,
 )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WORTH_COPYING = 8  # ids: running fewer costs no more than copying their K and V
-_WORTH_WAITING = 64  # ids: running fewer costs no more than the pass that a request waits for another to run them
 _DEFAULT_CONTEXT = 4096  # tokens per slot, unless the model allows fewer or the user asks for another number
 _WARM_UP_WIDTHS = (1, 2, 4, 8, 16, 32)
 _WARM_UP_CONTEXT = 64
@@ -44,42 +40,6 @@ _WARM_UP_CONTEXT = 64
 
 class UnsupportedModel(DuoRayError):
     """The model cannot be verified exactly: its state cannot be cropped, or it does not compute what we ask for."""
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A request's row in the KV buffer."""
-
-    number: int
-    log: IdLog = field(default_factory=IdLog)
-    """Committed ids, as the sender described them."""
-    cached: list[int] = field(default_factory=list)
-    """Ids whose K and V the row holds: rejected ones too, until the next call asks for others in their place."""
-    taken_over: int = 0
-    """How many of them come from other requests, until the next verdict says so."""
-
-
-@dataclass(slots=True)
-class _Work:
-    """One job of a `verify` call: what is still to be run for it."""
-
-    job: VerifyJob
-    q: list[Row] | None
-    slot: _Slot
-    pending: list[int]
-    cached: int
-    """Ids taken over from other requests."""
-    now: int
-    """How many of the pending ids this call runs; fewer than all of them: no verdict yet."""
-
-    @property
-    def tail(self) -> int:
-        """How many of the last pending ids must share one pass: the block and the id before it."""
-        return len(self.job.block) + 1
-
-    @property
-    def whole(self) -> bool:
-        return self.now == len(self.pending)
 
 
 class TransformersTarget:
@@ -146,9 +106,7 @@ class TransformersTarget:
             pack_linears(model)
         graphs = cuda_graphs and one_device and self._device.type == "cuda"
         self._runner = SlotRunner(model, slots=slots, max_context=max_context, graphs=graphs)
-        self._held: dict[str, _Slot] = {}
-        self._idle = [_Slot(number) for number in range(slots)]
-        """Free slots with what they still hold, idle longest first."""
+        self._slots = TargetSlots(slots, max_context, self.vocab_size, self._runner.cache.copy)
         try:
             trial.check(self._runner, neighbour=slots > 1)
         except (torch.OutOfMemoryError, MemoryError, OSError) as error:
@@ -227,7 +185,7 @@ class TransformersTarget:
             ValueError: a job makes no sense (an id beyond the vocabulary, two jobs of one request, ...).
         """
         started = time.time()
-        work = self._admit(jobs, probs)
+        work = self._slots.admit(jobs, probs)
         tokens = sum(w.now for w in work)
         self._prefill(work)
         last = sorted((w for w in work if w.now), key=lambda w: w.slot.number)
@@ -244,13 +202,8 @@ class TransformersTarget:
         return TargetReply(tuple(done), Span(started, time.time()), tokens)
 
     def release(self, request_id: str) -> None:
-        """Free the request's slot; unknown ids are ignored.
-
-        What it holds stays until another request takes the slot: one that begins alike runs only what is new.
-        """
-        slot = self._held.pop(request_id, None)
-        if slot is not None:
-            self._idle.append(slot)
+        """Free the request's slot; unknown ids are ignored. See `TargetSlots.release`."""
+        self._slots.release(request_id)
 
     @torch.inference_mode()
     def warm_up(self, steps: int = 3) -> list[tuple[int, float]]:
@@ -259,12 +212,12 @@ class TransformersTarget:
         Raises:
             ContextOverflow: every slot is in use.
         """
-        if not self._idle:
+        if not self._slots.idle:
             raise ContextOverflow(f"all {self.slots} slots are in use: warm up before taking requests")
         context = min(_WARM_UP_CONTEXT, self.max_context // 2)
         timings = []
         for n in (n for n in _WARM_UP_WIDTHS if context + n <= self.max_context):
-            segment = Segment(self._idle[0].number, context, [i % self.vocab_size for i in range(n)], n)
+            segment = Segment(self._slots.idle[0].number, context, [i % self.vocab_size for i in range(n)], n)
             seconds = [self._timed(segment) for _ in range(steps + 1)]
             timings.append((n, median(seconds[1:])))
         return timings
@@ -275,11 +228,11 @@ class TransformersTarget:
         Raises:
             ContextOverflow: every slot is in use, or the text is longer than `max_context`.
         """
-        if not self._idle or len(ids) > self.max_context:
+        if not self._slots.idle or len(ids) > self.max_context:
             raise ContextOverflow(
-                f"{len(ids)} ids, for which {len(self._idle)} of {self.slots} slots of {self.max_context} are free"
+                f"{len(ids)} ids, for which {len(self._slots.idle)} of {self.slots} slots of {self.max_context} are free"
             )
-        slot = self._idle.pop()
+        slot = self._slots.idle.pop()
         slot.cached.clear()
         try:
             for start in range(0, len(ids), self._chunk):
@@ -290,7 +243,7 @@ class TransformersTarget:
                     rows = rows[:keep, : self.vocab_size].float().cpu()
                 yield from rows.numpy()
         finally:
-            self._idle.append(slot)
+            self._slots.idle.append(slot)
 
     def memory_bytes(self) -> int:
         """Bytes of the weights (prepacked ones included) and of the whole KV buffer."""
@@ -298,116 +251,7 @@ class TransformersTarget:
         packed: int = sum(m.nbytes for m in self._model.modules() if isinstance(m, PackedLinear))
         return sum(weights.values()) + packed + self._runner.cache.nbytes
 
-    def _admit(self, jobs: Sequence[VerifyJob], probs: Sequence[DraftProbs | None]) -> list[_Work]:
-        """Check every job, give new requests a slot, and find out what each still has to run. No model work."""
-        new = []
-        unknown = []
-        for job in jobs:
-            self._check(job)
-            request_id = job.context.request_id
-            log = self._held[request_id].log if request_id in self._held else IdLog()
-            if not log.receive(job.context):
-                unknown.append(request_id)
-            elif request_id not in self._held:
-                new.append((job, log))
-        if unknown:
-            raise UnknownPrefix(unknown)
-        if len({job.context.request_id for job in jobs}) < len(jobs):
-            raise ValueError("two jobs of one request in one pass: send them one after the other")
-        if len(new) > len(self._idle):
-            raise ContextOverflow(
-                f"{len(new)} new requests, but only {len(self._idle)} of {self.slots} slots are free: "
-                "release requests that ended, or load the target with more slots"
-            )
-        quoted = [self._rows_of_q(job, q) for job, q in zip(jobs, probs, strict=True)]
-        for job, log in new:
-            self._held[job.context.request_id] = self._take(job, log)
-        return self._plan(jobs, quoted)
-
-    def _check(self, job: VerifyJob) -> None:
-        context, block = job.context, job.block
-        request = f"request {context.request_id}"
-        if context.length + len(block) > self.max_context:
-            raise ContextOverflow(
-                f"{request}: {context.length} ids and a block of {len(block)} exceed max_context={self.max_context}"
-            )
-        if not context.length:
-            raise ValueError(f"{request}: no ids to draw from: give at least one")
-        if job.chunk is not None and job.chunk < 1:
-            raise ValueError(f"{request}: chunk={job.chunk} must be at least 1")
-        for token in (*context.ids, *block):
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"{request}: id {token} is outside the vocabulary of {self.vocab_size}")
-
-    def _take(self, job: VerifyJob, log: IdLog) -> _Slot:
-        """An idle slot for a new request: the one that holds most of its ids, else the one idle longest."""
-        shared = [0 if job.reproducible else common_prefix(slot.cached, log.ids) for slot in self._idle]
-        longest = max(shared)
-        slot = self._idle.pop(shared.index(longest) if longest >= _WORTH_COPYING else 0)
-        kept = slot.cached[:longest] if longest >= _WORTH_COPYING else []
-        return _Slot(slot.number, log, kept, taken_over=len(kept))
-
-    def _plan(self, jobs: Sequence[VerifyJob], quoted: Sequence[list[Row] | None]) -> list[_Work]:
-        """What each job runs in this call."""
-        plans: list[_Work] = []
-        for job, q in zip(jobs, quoted, strict=True):
-            slot = self._held[job.context.request_id]
-            ids = slot.log.ids
-            # The last id is run again when it has to be: logits are not kept.
-            held = min(common_prefix(slot.cached, ids), len(ids) - 1)
-            if not job.reproducible:
-                held = self._copy_more(slot, held)
-            del slot.cached[held:]
-            pending = [*ids[held:], *job.block]
-            cached, slot.taken_over = min(slot.taken_over, held), 0
-            work = _Work(job, q, slot, pending, cached, len(pending))
-            spare = len(pending) - work.tail
-            if job.chunk is not None and len(pending) > job.chunk and spare > 0:
-                work.now = min(job.chunk, spare)
-            if job.chunk is not None and not job.reproducible and self._runs_for(work, plans):
-                work.now = 0
-            plans.append(work)
-        return plans
-
-    def _copy_more(self, slot: _Slot, held: int) -> int:
-        """Copy from another slot what it holds beyond the `held` ids; returns how many are held then."""
-        ids = slot.log.ids
-        if len(ids) - 1 - held < _WORTH_COPYING:
-            return held
-        others = [other for other in (*self._held.values(), *self._idle) if other is not slot]
-        lengths = [min(common_prefix(other.cached, ids), len(ids) - 1) for other in others]
-        longest = max(lengths, default=0)
-        if longest - held < _WORTH_COPYING:
-            return held
-        self._runner.cache.copy(others[lengths.index(longest)].number, slot.number, longest)
-        slot.cached = ids[:longest]
-        slot.taken_over += longest - held
-        return longest
-
-    def _runs_for(self, work: _Work, earlier: Sequence[_Work]) -> bool:
-        """Whether another job of this call runs most of what this one misses: it copies that in the next call."""
-        ids, held = work.slot.log.ids, len(work.slot.cached)
-        worth = max(_WORTH_WAITING, (len(ids) - held) // 2)
-        return any(
-            other.now > 1 and common_prefix(other.slot.log.ids[: len(ids) - 1], ids) - held >= worth
-            for other in earlier
-        )
-
-    def _rows_of_q(self, job: VerifyJob, probs: DraftProbs | None) -> list[Row] | None:
-        if probs is None or not job.block:
-            return None
-        rows = slice(job.offset, job.offset + len(job.block))
-        ids, chances = probs.ids[job.sequence][rows], probs.probs[job.sequence][rows]
-        if len(ids) < len(job.block):
-            raise ValueError(
-                f"request {job.context.request_id}: {len(job.block)} drafted tokens, but only {len(ids)} rows of draft "
-                f"probabilities from row {job.offset} of sequence {job.sequence}"
-            )
-        if not 0 <= ids.min() <= ids.max() < self.vocab_size:
-            raise ValueError(f"draft probabilities name an id outside the target's vocabulary of {self.vocab_size}")
-        return list(zip(ids, chances, strict=True))
-
-    def _prefill(self, work: Iterable[_Work]) -> None:
+    def _prefill(self, work: Iterable[Work]) -> None:
         """Run all but the last chunk of each job, until what is left for this call fits one pass."""
         while True:
             parts = []
@@ -419,17 +263,15 @@ class TransformersTarget:
                 return
             self._run(sorted(parts, key=lambda part: part[0].slot.number))
 
-    def _run(self, parts: Sequence[tuple[_Work, int, int]]) -> Tensor:
+    def _run(self, parts: Sequence[tuple[Work, int, int]]) -> Tensor:
         """One forward over the next `count` pending ids of each job; logits `[sum of keep, V]` of the last `keep`."""
         segments = [Segment(w.slot.number, len(w.slot.cached), w.pending[:count], keep) for w, count, keep in parts]
         logits = self._runner.forward(segments)
         for w, count, _ in parts:
-            w.slot.cached += w.pending[:count]
-            del w.pending[:count]
-            w.now -= count
+            w.ran(count)
         return logits[:, : self.vocab_size]
 
-    def _judge(self, group: Sequence[_Work], logits: Tensor) -> dict[str, Verdict]:
+    def _judge(self, group: Sequence[Work], logits: Tensor) -> dict[str, Verdict]:
         """Verdicts of the jobs that were run to their end."""
         plain = [_is_argmax(w.job.sampling) for w in group]
         largest, best = (x.tolist() for x in logits.max(-1)) if any(plain) else ([], [])
