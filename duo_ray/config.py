@@ -190,7 +190,10 @@ class TargetConfig(_Section):
     """The large model whose output is reproduced."""
 
     model: Name = "demo"
-    """demo, a hub id, a directory with safetensors, or a .gguf file (converted once, then cached)."""
+    """demo, a hub id, a directory with safetensors, or a .gguf file."""
+    engine: Annotated[str, _one_of("auto", "transformers", "llama_cpp")] = "auto"
+    """transformers (a .gguf file is converted once, then cached), llama_cpp (a .gguf file as it is), or auto: llama_cpp
+    for a .gguf file on a machine without a GPU where it is the faster there, measured once; else transformers."""
     device: Annotated[str, BeforeValidator(_device)] = "auto"
     """auto (the first GPU, else the CPU), cpu, cuda or cuda:N."""
     precision: Annotated[str, _one_of("auto", "fp32", "bf16", "fp16")] = "auto"
@@ -199,6 +202,8 @@ class TargetConfig(_Section):
     """Tokens of prompt and answer one request may hold; auto: the model's context, at most 4096."""
     threads: Annotated[AutoInt, _whole(1, 4096, "auto")] = "auto"
     """CPU threads of the target; auto: one for each of its cores."""
+    n_gpu_layers: Annotated[AutoInt, _whole(0, 10_000, "auto")] = "auto"
+    """Layers that llama_cpp computes on the GPU (llama.cpp must be built for it); auto: all where `device` is a GPU."""
     attn_implementation: Annotated[str, _one_of("sdpa", "eager", "flash_attention_2")] = "sdpa"
     """transformers' attention: sdpa, eager, or flash_attention_2 (on a GPU, where flash-attn is installed)."""
     chunked_prefill: Annotated[int, _whole(8, 65536)] = 128

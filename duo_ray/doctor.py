@@ -95,6 +95,7 @@ def _choices(report: Report, prepared: Prepared) -> None:
     drafts = settings.drafts
     choices: dict[str, object] = {
         "target": prepared.files.source,
+        "target engine": settings.target.engine,
         "target device": settings.target.device,
         "target precision": settings.target.dtype,
         "target cores": show_cores(settings.target.cores) or "any",
@@ -105,6 +106,7 @@ def _choices(report: Report, prepared: Prepared) -> None:
         "placement group": settings.footprint.bundles(TAGS),
     }
     report.sections["choices"] = choices | {f"note {i}": note for i, note in enumerate(prepared.notes, 1)}
+    report.sections["memory to be taken"] = {name: str(size) for name, size in prepared.memory.items()}
 
 
 def _remembered(report: Report, prepared: Prepared) -> None:

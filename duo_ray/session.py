@@ -68,6 +68,8 @@ class Duo(Closing):
 
     def __init__(self, config: Config | None = None, *, progress: Progress = lambda _text, _share: None) -> None:
         self.prepared: Prepared = prepare(config or load_config(), progress=progress)
+        for line in (*self.prepared.notes, *(f"{name}: {size}" for name, size in self.prepared.memory.items())):
+            logger.info("%s", line)
         self.pipeline = Pipeline(self.prepared.settings, progress=lambda text: progress(text, None))
         self.prepared.keep_calibration(self.pipeline.info)
         for match in dict.fromkeys(draft.vocabulary for draft in self.pipeline.info.drafts):

@@ -75,6 +75,8 @@ class PipelineSettings:
     target: TargetSettings
     drafts: tuple[DraftSettings, ...]
     coordinator: CoordinatorSettings
+    summary: str = ""
+    """What is loaded, for people."""
 
 
 class Pipeline(Closing):
@@ -95,7 +97,7 @@ class Pipeline(Closing):
             bundles = settings.footprint.bundles(tags_of_cluster())
             group = _place(bundles)
             self._cleanup.callback(remove_placement_group, group)
-            progress("loading the models")
+            progress(f"loading {settings.summary or 'the models'}")
             self.target, self.drafts = start_models(settings, group, bundles)
             for handle in (self.target, *self.drafts):
                 self._cleanup.callback(ray.kill, handle)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 
+from duo_ray.actors.choose import DTYPES, choose_engine, gpu_layers
 from duo_ray.actors.coordinator import CoordinatorSettings, PipelineInfo
 from duo_ray.actors.draft import DraftSettings
 from duo_ray.actors.launch import Footprint, PipelineSettings
@@ -19,15 +20,21 @@ from duo_ray.hardware.cores import CoreClaims, show_cores
 from duo_ray.hardware.machine import Machine, detect_machine
 from duo_ray.hardware.placement import Plan, check_machine, make_plan
 from duo_ray.models.calibration import Calibration, calibration_file, read_calibration, write_calibration
-from duo_ray.models.catalog import TargetFiles, context_length, resolve_draft, resolve_target
+from duo_ray.models.catalog import (
+    TargetFiles,
+    context_length,
+    resolve_draft,
+    resolve_gguf_target,
+    resolve_target,
+)
 from duo_ray.models.gguf_header import read_gguf
+from duo_ray.models.memory import ModelMemory, check_memory, directory_memory, gguf_memory
 from duo_ray.models.precision import fastest_dtype
 from duo_ray.models.tokenizer import Tokenizer
 
 Progress = Callable[[str, float | None], None]
 """Told what start-up is busy with, and how much of it is done (0 to 1, None: unknown)."""
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _WARM_UP_SHAPES = 6
 
 
@@ -45,6 +52,8 @@ class Prepared:
     calibration_path: Path
     claims: CoreClaims
     """The cores above; to be released when the pipeline has ended."""
+    memory: dict[str, ModelMemory]
+    """What the target and each draft will take."""
     notes: list[str] = field(default_factory=list)
     """What was chosen, and why, in sentences."""
 
@@ -67,7 +76,9 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
         notes = [] if anywhere else check_machine(config, machine)
         plan = make_plan(config, machine)
         claims.take(chain(plan.target.cores, *(draft.cores for draft in plan.drafts)))
-    files = resolve_target(config.models.target.model, progress=progress)
+    engine = choose_engine(config, plan, machine, notes, progress)
+    resolve = resolve_target if engine == "transformers" else resolve_gguf_target
+    files = resolve(config.models.target.model, progress=progress)
     draft = config.models.draft
     draft_path = None if draft.model is None else resolve_draft(draft.model, draft.quant, progress=progress)
     tokenizer = Tokenizer.load(files.tokenizer_path)
@@ -77,13 +88,16 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
 
     processors = "cluster" if anywhere else [machine.cpu, *(gpu.name for gpu in machine.gpus)]
     facts = (
-        *_stamp(files.path), *_stamp(draft_path), processors, plan, config.models.target.precision,
-        config.models.target.attn_implementation, version("torch"), version("transformers"),
-        version("llama-cpp-python"),
+        *_stamp(files.path), *_stamp(draft_path), processors, plan, engine, config.models.target.precision,
+        config.models.target.attn_implementation, config.models.target.n_gpu_layers,
+        version("torch"), version("transformers"), version("llama-cpp-python"),
     )  # fmt: skip
     calibration_path = calibration_file(*facts)
     kept = read_calibration(calibration_path)
-    dtype = _dtype(config, plan, files.path, kept, notes, progress)
+    if engine == "llama_cpp":
+        dtype = read_gguf(files.path).quant or "GGUF"
+    else:
+        dtype = _dtype(config, plan, files.path, kept, notes, progress)
 
     optimization = config.optimization
     target = config.models.target
@@ -92,6 +106,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
         footprint=_footprint(plan),
         target=TargetSettings(
             path=str(files.path),
+            engine=engine,
             model=_anywhere(config.models.target.model),
             device=plan.device,
             dtype=dtype,
@@ -104,6 +119,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
             chunk=target.chunked_prefill,
             device_map=target.device_map,
             cuda_graphs=target.cuda_graphs,
+            gpu_layers=gpu_layers(config, plan),
             warmup_steps=max(1, -(-optimization.warmup_steps // _WARM_UP_SHAPES)),
         ),
         drafts=tuple(
@@ -131,7 +147,56 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
             calibration=kept.costs if kept is not None else None,
         ),
     )
-    return Prepared(config, machine, files, draft_path, tokenizer, plan, settings, calibration_path, claims, notes)
+    memory = estimate_memory(settings)
+    if not anywhere:
+        check_room(memory, settings, machine)
+    settings = replace(settings, summary=_summary(settings, memory))
+    return Prepared(
+        config, machine, files, draft_path, tokenizer, plan, settings, calibration_path, claims, memory, notes
+    )
+
+
+def estimate_memory(settings: PipelineSettings) -> dict[str, ModelMemory]:
+    """Bytes that the target and each draft will take, from their files."""
+    target = settings.target
+    path, room = Path(target.path), {"tokens": target.max_context, "slots": target.slots}
+    if target.engine == "llama_cpp":
+        memory = {"target": gguf_memory(read_gguf(path), **room)}
+    else:
+        packed = target.device == "cpu"
+        memory = {"target": directory_memory(path, target.dtype, **room, packed=packed)}
+    for i, draft in enumerate(settings.drafts):
+        header = read_gguf(Path(draft.path))
+        memory[f"draft {i}"] = gguf_memory(header, tokens=draft.max_context, slots=draft.slots)
+    return memory
+
+
+def check_room(memory: Mapping[str, ModelMemory], settings: PipelineSettings, machine: Machine) -> None:
+    """Refuse what does not fit this machine.
+
+    Raises:
+        ConfigError: see `models.memory.check_memory`.
+    """
+    on_host = dict(memory)
+    target = settings.target
+    if target.device != "cpu":
+        size = on_host.pop("target")
+        gpus = [gpu.memory for gpu in machine.gpus]
+        room = sum(gpus) if target.device_map is not None else gpus[int(target.device.partition(":")[2] or 0)]
+        if room and target.engine == "transformers":  # llama.cpp may leave layers on the host
+            check_memory({"target": size}, room, "GPU memory")
+    mapped = set()
+    for i, draft in enumerate(settings.drafts):  # processes share the pages of a file that each of them maps
+        if draft.path in mapped or draft.path == target.path:
+            on_host[f"draft {i}"] = replace(memory[f"draft {i}"], weights=0)
+        mapped.add(draft.path)
+    check_memory(on_host, machine.memory_available, "memory")
+
+
+def _summary(settings: PipelineSettings, memory: Mapping[str, ModelMemory]) -> str:
+    target = settings.target
+    sizes = ", ".join(f"{name} {size.total / 2**30:.1f} GiB" for name, size in memory.items())
+    return f"{sizes}; target in {target.engine}, {target.dtype}"
 
 
 def plan_footprint(config: Config, machine: Machine) -> Footprint:
@@ -192,7 +257,7 @@ def _dtype(
 ) -> str:
     precision = config.models.target.precision
     if precision != "auto":
-        return _DTYPES[precision]
+        return DTYPES[precision]
     if plan.device != "cpu":
         notes.append("precision: bfloat16, the default on a GPU")
         return "bfloat16"

@@ -1,4 +1,4 @@
-"""The target's process: a transformers model on the GPU, or on CPU cores apart from the drafts'."""
+"""The target's process: a model in transformers or llama.cpp, on the GPU, or on CPU cores apart from the drafts'."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import pickle
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from duo_ray.actors import wire
 from duo_ray.actors.node import find_here, node_id
 from duo_ray.hardware.cores import pin
-from duo_ray.models.catalog import resolve_target
+from duo_ray.models.catalog import resolve_gguf_target, resolve_target
 from duo_ray.types import DraftProbs, TargetReply, VerifyJob
+
+if TYPE_CHECKING:
+    from duo_ray.models.llama_cpp_target import LlamaCppTarget
+    from duo_ray.models.transformers import TransformersTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +25,9 @@ class TargetSettings:
     """Everything a target actor needs to build itself, also after a restart."""
 
     path: str
-    """Directory that transformers loads."""
+    """Directory that transformers loads, or the .gguf file that llama.cpp does."""
+    engine: str
+    """transformers or llama_cpp."""
     model: str
     """The model's name in the configuration, a local path in full; other nodes find it by that."""
     device: str
@@ -35,6 +42,8 @@ class TargetSettings:
     chunk: int
     device_map: str | dict[str, int | str] | None
     cuda_graphs: bool
+    gpu_layers: int
+    """Layers that llama.cpp computes on the GPU."""
     warmup_steps: int
     node: str = ""
     """Ray's id of the node that `path` and `cores` are about."""
@@ -43,7 +52,8 @@ class TargetSettings:
         """The same on the node this runs on: an actor may be placed, or come back, anywhere."""
         if self.node == node_id():
             return self
-        return replace(self, path=str(find_here(resolve_target, self.model).path), cores=())
+        resolve = resolve_target if self.engine == "transformers" else resolve_gguf_target
+        return replace(self, path=str(find_here(resolve, self.model).path), cores=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +65,14 @@ class TargetInfo:
     """Ray's id of the node it runs on."""
     device: str
     dtype: str
+    """Precision of the computation; of a model in llama.cpp the type of its weights (Q4_1)."""
     cores: tuple[int, ...]
     max_context: int
     slots: int
     memory_bytes: int
     timings: tuple[tuple[int, float], ...]
     """(new tokens in a pass, seconds) of the warm-up passes."""
+    engine: str = "transformers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,33 +95,15 @@ def picked(picks: Sequence[ProbsPick | None], sent: Sequence[Sent]) -> list[Draf
 
 
 class TargetActor:
-    """Ray actor around `TransformersTarget`: one pass at a time, state only in the model."""
+    """Ray actor around a `TargetModel`: one pass at a time, state only in the model."""
 
     def __init__(self, settings: TargetSettings) -> None:
         settings = settings.here()
         if settings.cores:
             pin(settings.cores)
-        from transformers.utils import logging  # noqa: PLC0415 - the process is pinned first
-
-        from duo_ray.models.transformers import TransformersTarget  # noqa: PLC0415
-
-        quiet: Callable[[], None] = logging.disable_progress_bar
-        quiet()  # it would be drawn into the middle of the user's terminal
         self._settings = settings
         self._busy = threading.Lock()  # actor calls and the socket's thread take turns
-        self._model = TransformersTarget.load(
-            settings.path,
-            device=settings.device,
-            dtype=settings.dtype,
-            slots=settings.slots,
-            max_context=settings.max_context,
-            vocab_size=settings.vocab_size,
-            threads=settings.threads,
-            attn_implementation=settings.attn_implementation,
-            chunk=settings.chunk,
-            device_map=settings.device_map,
-            cuda_graphs=settings.cuda_graphs,
-        )
+        self._model = _load_llama_cpp(settings) if settings.engine == "llama_cpp" else _load_transformers(settings)
         self._timings = tuple(self._model.warm_up(settings.warmup_steps))
 
     def describe(self) -> TargetInfo:
@@ -123,6 +117,7 @@ class TargetActor:
             slots=self._model.slots,
             memory_bytes=self._model.memory_bytes(),
             timings=self._timings,
+            engine=self._settings.engine,
         )
 
     def verify(self, jobs: Sequence[VerifyJob], picks: Sequence[ProbsPick | None], *probs: Sent) -> TargetReply:
@@ -142,3 +137,38 @@ class TargetActor:
 
         path = wire.listen({"verify": verify}, {"release": self.release})
         return node_id(), path
+
+
+def _load_llama_cpp(settings: TargetSettings) -> LlamaCppTarget:
+    from duo_ray.models.llama_cpp_target import LlamaCppTarget  # noqa: PLC0415 - the process is pinned first
+
+    return LlamaCppTarget.load(
+        settings.path,
+        threads=settings.threads or 1,
+        max_context=settings.max_context,
+        slots=settings.slots,
+        vocab_size=settings.vocab_size,
+        gpu_layers=settings.gpu_layers,
+    )
+
+
+def _load_transformers(settings: TargetSettings) -> TransformersTarget:
+    from transformers.utils import logging  # noqa: PLC0415 - the process is pinned first
+
+    from duo_ray.models.transformers import TransformersTarget  # noqa: PLC0415
+
+    quiet: Callable[[], None] = logging.disable_progress_bar
+    quiet()  # it would be drawn into the middle of the user's terminal
+    return TransformersTarget.load(
+        settings.path,
+        device=settings.device,
+        dtype=settings.dtype,
+        slots=settings.slots,
+        max_context=settings.max_context,
+        vocab_size=settings.vocab_size,
+        threads=settings.threads,
+        attn_implementation=settings.attn_implementation,
+        chunk=settings.chunk,
+        device_map=settings.device_map,
+        cuda_graphs=settings.cuda_graphs,
+    )

@@ -1,7 +1,7 @@
-"""What an earlier start measured on this machine with these models: precision and times, kept in the user's cache.
+"""What an earlier start measured on this machine with these models: engine, precision, times, in the user's cache.
 
-A second start neither measures the precision again nor guesses the first gamma, and a reproducible request finds the
-same times as the last one.
+A second start measures neither engine nor precision again, does not guess the first gamma, and a reproducible request
+finds the same times as the last one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,25 @@ def read_calibration(path: Path) -> Calibration | None:
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
+    _write(path, asdict(calibration))
+
+
+def read_seconds(path: Path) -> dict[str, float] | None:
+    """What `write_seconds` kept; None where nothing usable is."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): float(value) for name, value in stored.items()} or None
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
+
+
+def write_seconds(path: Path, seconds: Mapping[str, float]) -> None:
+    """Keep the measured times of alternatives that a choice was made among."""
+    _write(path, dict(seconds))
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(asdict(calibration)), encoding="utf-8")
+    temporary.write_text(json.dumps(content), encoding="utf-8")
     temporary.replace(path)

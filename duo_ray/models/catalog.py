@@ -51,7 +51,7 @@ class TargetFiles:
     """A target model on disk."""
 
     path: Path
-    """Directory that transformers loads."""
+    """Directory that transformers loads, or the .gguf file that llama.cpp does."""
     tokenizer_path: Path
     """Directory with tokenizer.json."""
     context_length: int
@@ -83,6 +83,39 @@ def resolve_target(name: str, *, progress: Progress | None = None) -> TargetFile
         else:
             return _describe(path, name)
     return _describe(_converted(read_gguf(path), progress or _silent), f"{name} ({path.name}, dequantised)")
+
+
+def gguf_target(name: str) -> Path | None:
+    """The .gguf file that a target's name leads to on disk; None where it leads to something else.
+
+    Raises:
+        CatalogError: nothing there, or several .gguf files.
+    """
+    path = _demo() if name == "demo" else _local(name)
+    if path is not None and path.is_dir():
+        return None if any(path.glob("*.safetensors")) else _only_gguf(path)
+    return path
+
+
+def resolve_gguf_target(name: str, *, progress: Progress | None = None) -> TargetFiles:
+    """Find a target that llama.cpp runs, and make the directory with its tokenizer, once.
+
+    Raises:
+        CatalogError: no .gguf file there, or one that is no text model or whose tokenizer transformers cannot read.
+        GgufError: a .gguf file that is damaged.
+    """
+    path = gguf_target(name)
+    if path is None:
+        raise CatalogError(
+            f"models.target.engine is llama_cpp, but {name} is no .gguf file on disk: name one, or"
+            " set engine to transformers"
+        )
+    header = read_gguf(path)
+    length, vocabulary = header.context_length, header.vocab_size
+    if length is None or vocabulary is None:
+        raise CatalogError(f"{path} states no context length or no vocabulary: not a text model")
+    folder = _made(header, "tokenizers", 2**26, progress or _silent, "--tokenizer-only")
+    return TargetFiles(path, folder, length, vocabulary, f"{name} ({path.name}, in llama.cpp)")
 
 
 def resolve_draft(name: str, quant: str = "auto", *, threads: int = 1, progress: Progress | None = None) -> Path:
@@ -271,8 +304,13 @@ def _silent(_stage: str, _fraction: float) -> None:
 
 def _converted(header: GgufHeader, progress: Progress) -> Path:
     """The directory made from a .gguf file, made now if it is not cached."""
-    _check_convertible(header)
-    final = cache_directory() / "targets" / f"{header.path.stem}-{_key(header.path, 'transformers', 'gguf')}"
+    check_convertible(header)
+    return _made(header, "targets", 4 * header.parameters, progress)
+
+
+def _made(header: GgufHeader, kind: str, needed: int, progress: Progress, *options: str) -> Path:
+    """What `duo_ray.models.convert` makes of a file, made now if it is not cached; `needed` are bytes of disk."""
+    final = cache_directory() / kind / f"{header.path.stem}-{_key(header.path, 'transformers', 'gguf')}"
     if final.is_dir():
         return final
     with _locked(final, progress):
@@ -281,8 +319,8 @@ def _converted(header: GgufHeader, progress: Progress) -> Path:
             shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
             work.mkdir(parents=True)
             try:
-                _check_space(work, 4 * header.parameters)
-                _run_conversion(header.path, work, progress)
+                _check_space(work, needed)
+                _run_conversion(header.path, work, progress, *options)
                 work.rename(final)
             except BaseException:
                 shutil.rmtree(work, ignore_errors=True)
@@ -337,14 +375,18 @@ def _locked(final: Path, progress: Progress) -> Iterator[None]:
         lock.release()
 
 
-def _check_convertible(header: GgufHeader) -> None:
-    """Refuse what transformers' GGUF reader would load with other positions than the model was trained with."""
+def check_convertible(header: GgufHeader) -> None:
+    """Refuse what transformers' GGUF reader would load with other positions than the model was trained with.
+
+    Raises:
+        CatalogError: scaled rotary positions, or a split file.
+    """
     scaling = header.metadata.get(f"{header.architecture}.rope.scaling.type", "none")
     scaled = any(tensor.name.startswith("rope_freqs") for tensor in header.tensors)
     if scaled or scaling != "none":
         raise CatalogError(
-            f"{header.path} has scaled rotary positions, which a conversion to transformers would lose: use the"
-            " model's safetensors as the target"
+            f"{header.path} has scaled rotary positions, which a conversion to transformers would lose: set"
+            " models.target.engine to llama_cpp, or use the model's safetensors"
         )
     if _SHARD.search(header.path.stem):
         raise CatalogError(f"{header.path} is split: merge it with llama.cpp's `llama-gguf-split --merge`")
@@ -359,12 +401,12 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _run_conversion(source: Path, folder: Path, progress: Progress) -> None:
+def _run_conversion(source: Path, folder: Path, progress: Progress, *options: str) -> None:
     """Run `duo_ray.models.convert` as a process, passing its progress on; see there."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "duo_ray.models.convert", str(source), str(folder)]
+    command = [sys.executable, "-m", "duo_ray.models.convert", str(source), str(folder), *options]
     failure = ""
     with (
         tempfile.TemporaryFile("w+") as noise,

@@ -1,5 +1,7 @@
 """Turn a .gguf file into a directory that transformers loads: `python -m duo_ray.models.convert SOURCE DIRECTORY`.
 
+With `--tokenizer-only` behind it, the weights stay where they are.
+
 It runs as a process of its own: torch and several copies of the weights leave memory with it, and what the libraries
 print stays out of the caller's terminal. Standard output is one JSON object a line: {"stage": ..., "fraction": ...} or
 {"error": ...}.
@@ -16,9 +18,9 @@ from typing import Any
 import torch
 import transformers.modeling_gguf_pytorch_utils as reader
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
-from duo_ray.models.gguf_header import read_gguf
+from duo_ray.models.gguf_header import GgufHeader, read_gguf
 
 _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """llama.cpp's pre-tokenizers (src/llama-vocab.cpp) that take digits one by one before GPT-2's rule; transformers' GGUF
@@ -35,18 +37,37 @@ def convert(source: Path, directory: Path) -> None:
     if all(torch.equal(weight, weight.bfloat16().float()) for weight in model.parameters()):
         model.bfloat16()
     header = read_gguf(source)
-    ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    model.generation_config.eos_token_id = list(dict.fromkeys(token for token in ends if token is not None)) or None
+    model.generation_config.eos_token_id = _ends(header)
     _report("writing weights", 0.8)
     model.save_pretrained(directory)
+    _write_tokenizer(header, directory)
+    _report("done", 1.0)
+
+
+def convert_tokenizer(source: Path, directory: Path) -> None:
+    """Write only the tokenizer of `source`, and which of its tokens end an answer."""
+    _report("reading", 0.0)
+    header = read_gguf(source)
+    generation: Any = GenerationConfig
+    generation(eos_token_id=_ends(header)).save_pretrained(directory)
+    _write_tokenizer(header, directory)
+    _report("done", 1.0)
+
+
+def _ends(header: GgufHeader) -> list[int] | None:
+    ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(token for token in ends if token is not None)) or None
+
+
+def _write_tokenizer(header: GgufHeader, directory: Path) -> None:
     _report("writing tokenizer", 0.85)
+    source = header.path
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     if header.metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
         backend = tokenizer.backend_tokenizer
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
     tokenizer.save_pretrained(directory)
-    _report("done", 1.0)
 
 
 def _report(stage: str, fraction: float) -> None:
@@ -67,7 +88,8 @@ def _report_tensors() -> None:
 
 def main() -> int:
     try:
-        convert(Path(sys.argv[1]), Path(sys.argv[2]))
+        write = convert_tokenizer if "--tokenizer-only" in sys.argv[3:] else convert
+        write(Path(sys.argv[1]), Path(sys.argv[2]))
     except Exception as error:  # whatever the libraries raise: the caller shows it in one line
         print(json.dumps({"error": " ".join(f"{type(error).__name__}: {error}".split())}), flush=True)
         return 1

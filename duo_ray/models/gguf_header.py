@@ -33,6 +33,10 @@ class GgufTensor:
     type: int
     """ggml's number of the tensor's type."""
 
+    def bytes(self) -> int:
+        """Size in the file; 0 for a type newer than the gguf library."""
+        return _bytes(self.elements, self.type)
+
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:

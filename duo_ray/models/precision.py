@@ -22,41 +22,58 @@ CPU_DTYPES = ("bfloat16", "float32")
 
 def fastest_dtype(path: Path, cores: Sequence[int], threads: int) -> tuple[str, dict[str, float]]:
     """The dtype with the smallest T(1) + T(8), and both sums in seconds; measured on `cores` in another process."""
-    command = [sys.executable, "-m", __name__, str(path), str(threads)]
+    try:
+        seconds: dict[str, float] = run_pinned(__name__, (str(path), str(threads)), cores)
+    except DuoRayError as error:
+        raise DuoRayError(
+            f"{path}: measuring the target's precision failed: {error}; set models.target.precision"
+        ) from None
+    return min(seconds, key=lambda dtype: seconds[dtype]), seconds
+
+
+def run_pinned(module: str, arguments: Sequence[str], cores: Sequence[int]) -> Any:
+    """What a module, run as a program on `cores`, prints as its last line of JSON.
+
+    Raises:
+        DuoRayError: it failed; the text is its own last line.
+    """
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", module, *arguments],
         capture_output=True,
         text=True,
         check=False,
         preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if hasattr(os, "sched_setaffinity") and cores else None,
     )
     if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise DuoRayError(f"{path}: measuring the target's precision failed: {lines[-1]}; set models.target.precision")
-    seconds: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return min(seconds, key=lambda dtype: seconds[dtype]), seconds
+        raise DuoRayError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def shallow_seconds(config: Any, layers: int, dtype: str) -> float:
+    """T(1) + T(8) of a random model of that shape with so many layers; `config` is transformers' and left as it is."""
+    import torch  # noqa: PLC0415 - only in the measuring process
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    from duo_ray.models.transformers import TransformersTarget  # noqa: PLC0415
+
+    shape = copy.deepcopy(config)  # a model keeps and changes the object it is given
+    text = shape.get_text_config(decoder=True)
+    text.num_hidden_layers = min(layers, text.num_hidden_layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    build: Any = AutoModelForCausalLM.from_config
+    target = TransformersTarget(build(shape, dtype=getattr(torch, dtype)), slots=1, max_context=256)
+    timings = dict(target.warm_up(5))
+    return timings[1] + timings[8]
 
 
 def _measure(path: str, threads: int) -> dict[str, float]:
     import torch  # noqa: PLC0415 - only in the measuring process
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
-
-    from duo_ray.models.transformers import TransformersTarget  # noqa: PLC0415
+    from transformers import AutoConfig  # noqa: PLC0415
 
     torch.set_num_threads(threads)
     config = AutoConfig.from_pretrained(path)
-    text = config.get_text_config(decoder=True)
-    text.num_hidden_layers = min(2, text.num_hidden_layers)
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[: text.num_hidden_layers]
-    out = {}
-    for dtype in CPU_DTYPES:
-        shape = copy.deepcopy(config)  # a model keeps and changes the object it is given
-        build: Any = AutoModelForCausalLM.from_config
-        target = TransformersTarget(build(shape, dtype=getattr(torch, dtype)), slots=1, max_context=256)
-        timings = dict(target.warm_up(5))
-        out[dtype] = timings[1] + timings[8]
-    return out
+    return {dtype: shallow_seconds(config, 2, dtype) for dtype in CPU_DTYPES}
 
 
 if __name__ == "__main__":

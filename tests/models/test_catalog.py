@@ -18,7 +18,14 @@ from safetensors.torch import load_file
 
 from duo_ray.config import ConfigError
 from duo_ray.models import catalog
-from duo_ray.models.catalog import CatalogError, context_length, resolve_draft, resolve_target
+from duo_ray.models.catalog import (
+    CatalogError,
+    context_length,
+    gguf_target,
+    resolve_draft,
+    resolve_gguf_target,
+    resolve_target,
+)
 from duo_ray.models.gguf_header import GgufError, read_gguf
 from duo_ray.models.tokenizer import Tokenizer
 from tests.models.tiny_gguf import write_tiny_llama
@@ -181,6 +188,31 @@ class TestTarget:
             resolve_target(str(path))
         assert "\n" not in str(error.value)
         assert not [entry for entry in (cache / "targets").iterdir() if entry.suffix != ".lock"]
+
+
+class TestGgufTarget:
+    """A target that llama.cpp runs: the file as it is, with a tokenizer made from it."""
+
+    def test_only_the_tokenizer_is_made_and_only_once(self, tmp_path: Path, cache: Path) -> None:
+        path = write_tiny_llama(tmp_path / "tiny.gguf", any_text=True, vocab_size=400)
+        files = resolve_gguf_target(str(path))
+        assert files == resolve_gguf_target(str(path))
+        assert (files.path, files.context_length, files.vocab_size) == (path, 256, 400)
+        assert files.tokenizer_path.parent == cache / "tokenizers"
+        assert not list(files.tokenizer_path.glob("*.safetensors"))
+        tokenizer, converted = Tokenizer.load(files.tokenizer_path), Tokenizer.load(resolve_target(str(path)).path)
+        assert tokenizer.eos_ids == converted.eos_ids == {1}
+        assert tokenizer.encode("丅丆") == converted.encode("丅丆")
+
+    def test_a_directory_stands_for_its_only_file(self, tmp_path: Path) -> None:
+        path = write_gguf(tmp_path / "model/a.gguf")
+        assert gguf_target(str(tmp_path / "model")) == path
+
+    def test_what_is_no_gguf_file_is_refused(self, tmp_path: Path) -> None:
+        folder = write_safetensors(tmp_path / "model")
+        assert gguf_target(str(folder)) is None
+        with pytest.raises(CatalogError, match=r"engine is llama_cpp, but .*model is no \.gguf file on disk"):
+            resolve_gguf_target(str(folder))
 
 
 class TestConversion:

@@ -1,0 +1,98 @@
+"""Which engine runs the target, before its files are made ready for it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, MutableSequence
+from importlib.metadata import version
+
+from duo_ray.config import Config, ConfigError, TargetConfig
+from duo_ray.hardware import Machine, Plan
+from duo_ray.models.calibration import calibration_file, read_seconds, write_seconds
+from duo_ray.models.catalog import gguf_target
+from duo_ray.models.engine import engine_seconds
+from duo_ray.models.gguf_header import read_gguf
+from duo_ray.models.precision import CPU_DTYPES
+
+Progress = Callable[[str, float | None], None]
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""`models.target.precision` -> torch's name."""
+
+_ALL_LAYERS = 10_000
+_TRANSFORMERS_ONLY = ("precision", "attn_implementation", "device_map")
+
+
+def choose_engine(config: Config, plan: Plan, machine: Machine, notes: MutableSequence[str], progress: Progress) -> str:
+    """transformers or llama_cpp, by `models.target.engine`; `auto` measures both once for a .gguf file on a CPU.
+
+    A choice is explained in `notes`.
+
+    Raises:
+        ConfigError: llama_cpp with a setting that only transformers has, or for a GPU without a build for it.
+        DuoRayError: neither engine runs the model.
+    """
+    target = config.models.target
+    if target.n_gpu_layers not in ("auto", 0) and plan.device == "cpu":
+        raise ConfigError(
+            f"models.target.n_gpu_layers is {target.n_gpu_layers}, but the target runs on the CPU: remove it"
+        )
+    only = [name for name in _TRANSFORMERS_ONLY if getattr(target, name) != TargetConfig.model_fields[name].default]
+    if target.engine == "llama_cpp":
+        if only:
+            raise ConfigError(
+                f"models.target.{only[0]} is {getattr(target, only[0])}, but models.target.engine is llama_cpp, which"
+                " has no such setting: remove one of them"
+            )
+        _check_gpu_build(config, plan)
+    if target.engine != "auto":
+        return target.engine
+    if target.model == "demo" or plan.device != "cpu" or not plan.target.cores or only:
+        return "transformers"
+    path = gguf_target(target.model)
+    if path is None:
+        return "transformers"
+    unpacked = 2 * read_gguf(path).parameters
+    if unpacked > machine.memory_available:
+        notes.append(
+            f"engine: llama_cpp, as in transformers the weights alone would take {unpacked / 2**30:.1f} GiB; "
+            f"{machine.memory_available / 2**30:.1f} are free"
+        )
+        return "llama_cpp"
+    threads, status = plan.target.threads or 1, path.stat()
+    kept = calibration_file(
+        "engine", str(path), status.st_size, status.st_mtime_ns, platform.machine(), plan.target, version("torch"),
+        version("transformers"), version("llama-cpp-python"),
+    )  # fmt: skip
+    seconds = read_seconds(kept)
+    if seconds is None:
+        progress("measuring the faster engine", None)
+        seconds = engine_seconds(path, plan.target.cores, threads, CPU_DTYPES)
+        write_seconds(kept, seconds)
+    engine = min(seconds, key=lambda name: seconds[name])
+    measured = ", ".join(f"{name} {value * 500:.1f}" for name, value in sorted(seconds.items()))
+    reason = "the faster one here" if len(seconds) > 1 else "the one that runs this model"
+    notes.append(f"engine: {engine}, {reason} (mean of T(1) and T(8), ms: {measured}); models.target.engine changes it")
+    return engine
+
+
+def gpu_layers(config: Config, plan: Plan) -> int:
+    """Layers that llama.cpp computes on the GPU."""
+    if plan.device == "cpu":
+        return 0
+    asked = config.models.target.n_gpu_layers
+    return _ALL_LAYERS if asked == "auto" else asked
+
+
+def _check_gpu_build(config: Config, plan: Plan) -> None:
+    if not gpu_layers(config, plan) or config.hardware.machine == "cluster":
+        return  # of a cluster only the node that runs the target knows
+    from llama_cpp import llama_cpp as ll  # noqa: PLC0415 (only where a GPU is to run it)
+
+    from duo_ray.models.llama_library import NO_GPU_BUILD  # noqa: PLC0415
+
+    if not ll.llama_supports_gpu_offload():
+        raise ConfigError(
+            f"models.target.engine is llama_cpp on {plan.device}, but {NO_GPU_BUILD}; or set"
+            " models.target.device to cpu"
+        )
