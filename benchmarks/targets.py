@@ -31,7 +31,7 @@ from benchmarks.shaped import ONE_BILLION, SMALL, write_shaped
 from duo_ray.actors.launch import start_local
 from duo_ray.config import load_config
 from duo_ray.core.context import IdLog
-from duo_ray.hardware import detect_machine
+from duo_ray.hardware.machine import detect_machine
 from duo_ray.models.catalog import cache_directory, resolve_draft, resolve_target
 from duo_ray.models.llama_cpp_target import LlamaCppTarget
 from duo_ray.models.transformers import TransformersTarget

@@ -7,7 +7,8 @@ from collections.abc import Callable, MutableSequence
 from importlib.metadata import version
 
 from duo_ray.config import Config, ConfigError, TargetConfig
-from duo_ray.hardware import Machine, Plan
+from duo_ray.hardware.machine import Machine
+from duo_ray.hardware.placement import Plan
 from duo_ray.models.calibration import calibration_file, read_seconds, write_seconds
 from duo_ray.models.catalog import gguf_target
 from duo_ray.models.engine import engine_seconds

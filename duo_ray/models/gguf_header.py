@@ -33,7 +33,8 @@ class GgufTensor:
     type: int
     """ggml's number of the tensor's type."""
 
-    def bytes(self) -> int:
+    @property
+    def size(self) -> int:
         """Size in the file; 0 for a type newer than the gguf library."""
         return _bytes(self.elements, self.type)
 

@@ -113,6 +113,9 @@ class LlamaCppTarget:
                     " one pass"
                 )
         started = time.time()
+        for job in jobs:
+            if job.reproducible and job.context.agreed == 0:
+                self._start_over(job.context.request_id)
         work = self._slots.admit(jobs, probs)
         tokens = sum(w.now for w in work)
         verdicts: dict[str, Verdict] = {}
@@ -201,6 +204,14 @@ class LlamaCppTarget:
     def _copy(self, source: int, sequence: int, length: int) -> None:
         self._context.crop(sequence, 0)
         self._context.share(source, sequence, length)
+
+    def _start_over(self, request_id: str) -> None:
+        """Forget this request's ids and what idle slots kept: sums over the cache then run in the same order again."""
+        held = self._slots.held
+        for slot in (*self._slots.idle, *([held[request_id]] if request_id in held else [])):
+            self._forget(slot)
+        if not held.keys() - {request_id}:
+            self._context.clear()  # cells are given out from the first one again
 
     def _forget(self, slot: Slot) -> None:
         slot.cached.clear()

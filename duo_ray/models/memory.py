@@ -50,7 +50,7 @@ class ModelMemory:
 
 def gguf_memory(header: GgufHeader, *, tokens: int, slots: int) -> ModelMemory:
     """A .gguf file in llama.cpp: weights as in the file, K and V of `slots` requests of `tokens` tokens in float16."""
-    weights = sum(tensor.bytes for tensor in header.tensors)
+    weights = sum(tensor.size for tensor in header.tensors)
     return ModelMemory(weights, _KV_BYTES * _gguf_cache_width(header), tokens, slots, header.parameters)
 
 

@@ -65,7 +65,8 @@ class TargetSlots:
     def __init__(self, slots: int, max_context: int, vocab_size: int, copy: Callable[[int, int, int], None]) -> None:
         self._max_context, self._vocab_size, self._copy = max_context, vocab_size, copy
         self._slots = slots
-        self._held: dict[str, Slot] = {}
+        self.held: dict[str, Slot] = {}
+        """By request."""
         self.idle = [Slot(number) for number in range(slots)]
         """Free slots with what they still hold, idle longest first."""
 
@@ -74,7 +75,7 @@ class TargetSlots:
 
         What it holds stays until another request takes the slot: one that begins alike runs only what is new.
         """
-        slot = self._held.pop(request_id, None)
+        slot = self.held.pop(request_id, None)
         if slot is not None:
             self.idle.append(slot)
 
@@ -90,10 +91,10 @@ class TargetSlots:
         for job in jobs:
             self._check(job)
             request_id = job.context.request_id
-            log = self._held[request_id].log if request_id in self._held else IdLog()
+            log = self.held[request_id].log if request_id in self.held else IdLog()
             if not log.receive(job.context):
                 unknown.append(request_id)
-            elif request_id not in self._held:
+            elif request_id not in self.held:
                 new.append((job, log))
         if unknown:
             raise UnknownPrefix(unknown)
@@ -106,7 +107,7 @@ class TargetSlots:
             )
         quoted = [self._rows_of_q(job, q) for job, q in zip(jobs, probs, strict=True)]
         for job, log in new:
-            self._held[job.context.request_id] = self._take(job, log)
+            self.held[job.context.request_id] = self._take(job, log)
         return self._plan(jobs, quoted)
 
     def _check(self, job: VerifyJob) -> None:
@@ -136,7 +137,7 @@ class TargetSlots:
         """What each job runs in this call."""
         plans: list[Work] = []
         for job, q in zip(jobs, quoted, strict=True):
-            slot = self._held[job.context.request_id]
+            slot = self.held[job.context.request_id]
             ids = slot.log.ids
             # The last id is run again when it has to be: logits are not kept.
             held = min(common_prefix(slot.cached, ids), len(ids) - 1)
@@ -159,7 +160,7 @@ class TargetSlots:
         ids = slot.log.ids
         if len(ids) - 1 - held < _WORTH_COPYING:
             return held
-        others = [other for other in (*self._held.values(), *self.idle) if other is not slot]
+        others = [other for other in (*self.held.values(), *self.idle) if other is not slot]
         lengths = [min(common_prefix(other.cached, ids), len(ids) - 1) for other in others]
         longest = max(lengths, default=0)
         if longest - held < _WORTH_COPYING:

@@ -11,7 +11,8 @@ import pytest
 from duo_ray.actors import choose
 from duo_ray.actors.choose import choose_engine, gpu_layers
 from duo_ray.config import ConfigError, load_config
-from duo_ray.hardware import Machine, Plan, Share, detect_machine
+from duo_ray.hardware.machine import Machine, detect_machine
+from duo_ray.hardware.placement import Plan, Share
 from duo_ray.types import DuoRayError
 from tests.models.tiny_gguf import write_tiny_llama
 

@@ -96,7 +96,10 @@ def test_with_a_draft_greedy_text_is_the_targets_own_up_to_ties(duo: Duo) -> Non
 
 def test_drafted_tokens_are_accepted_beside_other_requests_and_after_a_cancelled_one(duo: Duo) -> None:
     with ThreadPoolExecutor(3) as pool:
-        running = [pool.submit(duo.generate, prompt, temperature=0.0, max_tokens=TOKENS) for prompt in PROMPTS[1:]]
+        running = [
+            pool.submit(duo.generate, prompt, temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+            for prompt in PROMPTS[1:]
+        ]
         stream = duo.stream(PROMPTS[0], temperature=0.7, seed=1, max_tokens=200)
         assert isinstance(next(stream), Token)
         stream.close()  # type: ignore[attr-defined]

@@ -154,11 +154,19 @@ def test_what_a_request_shares_with_another_is_not_run_again(target: LlamaCppTar
         assert_greedy(reference, client.prompt, client.emitted)
 
 
-def test_a_reproducible_request_takes_over_nothing(target: LlamaCppTarget) -> None:
+def test_a_reproducible_request_takes_over_nothing_and_repeats_to_the_last_bit(target: LlamaCppTarget) -> None:
     shared = random_ids(60, 4)
-    step(target, [Client("first", shared)])
-    reply = target.verify([Client("again", shared).job(reproducible=True)], [None])
-    assert (reply.verdicts[0].cached, reply.tokens) == (0, 60)
+    shown = []
+    for before in (3, 40):
+        other = Client("other", random_ids(before, 5))
+        step(target, [other], lambda _: (3, 4, 5))
+        target.release("other")
+        client = Client("again", shared, SamplingParams(temperature=0.0, logprobs=1))
+        verdict = target.verify([client.job((8, 9), reproducible=True)], [None]).verdicts[0]
+        assert verdict.cached == 0
+        shown.append(verdict)
+        target.release("again")
+    assert shown[0] == shown[1]
 
 
 def test_sampled_tokens_are_drawn_from_llama_cpps_distribution(target: LlamaCppTarget, reference: Reference) -> None:
