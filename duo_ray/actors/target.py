@@ -103,7 +103,7 @@ class TargetActor:
             pin(settings.cores)
         self._settings = settings
         self._busy = threading.Lock()  # actor calls and the socket's thread take turns
-        self._model = _load_llama_cpp(settings) if settings.engine == "llama_cpp" else _load_transformers(settings)
+        self._model = load_target(settings)
         self._timings = tuple(self._model.warm_up(settings.warmup_steps))
 
     def describe(self) -> TargetInfo:
@@ -137,6 +137,15 @@ class TargetActor:
 
         path = wire.listen({"verify": verify}, {"release": self.release})
         return node_id(), path
+
+
+def load_target(settings: TargetSettings) -> LlamaCppTarget | TransformersTarget:
+    """The model that these settings describe, in this process.
+
+    Raises:
+        DuoRayError, ValueError: it cannot be loaded.
+    """
+    return _load_llama_cpp(settings) if settings.engine == "llama_cpp" else _load_transformers(settings)
 
 
 def _load_llama_cpp(settings: TargetSettings) -> LlamaCppTarget:

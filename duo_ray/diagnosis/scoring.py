@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from duo_ray.actors.prepare import Prepared
+from duo_ray.actors.target import load_target
 from duo_ray.core.context import IdLog
 from duo_ray.core.sampling import distribution
 from duo_ray.diagnosis.distances import (
@@ -32,6 +33,7 @@ from duo_ray.types import DraftJob, DraftModel, DuoRayError, SamplingParams
 
 if TYPE_CHECKING:
     from duo_ray.models.llama_cpp import LlamaCppDraft
+    from duo_ray.models.llama_cpp_target import LlamaCppTarget
     from duo_ray.models.transformers import TransformersTarget
 
 _KEPT = 64
@@ -109,28 +111,11 @@ def score(prepared: Prepared, observed: Observed, progress: Progress) -> Scores:
     Raises:
         DuoRayError: a model cannot be loaded on this machine, or the draft proposes nothing.
     """
-    from transformers.utils import logging  # noqa: PLC0415 - not before the pipeline has ended: it takes memory
+    from duo_ray.models.llama_cpp import LlamaCppDraft  # noqa: PLC0415 - not before the pipeline has ended: it takes memory
 
-    from duo_ray.models.llama_cpp import LlamaCppDraft  # noqa: PLC0415
-    from duo_ray.models.transformers import TransformersTarget  # noqa: PLC0415
-
-    quiet: Callable[[], None] = logging.disable_progress_bar
-    quiet()
     settings, [draft, *_] = prepared.settings.target, prepared.settings.drafts
     progress("loading the target", 0.0)
-    target = TransformersTarget.load(
-        settings.path,
-        device=settings.device,
-        dtype=settings.dtype,
-        slots=1,
-        max_context=settings.max_context,
-        vocab_size=settings.vocab_size,
-        threads=settings.threads,
-        attn_implementation=settings.attn_implementation,
-        chunk=settings.chunk,
-        device_map=settings.device_map,
-        cuda_graphs=False,
-    )
+    target = load_target(replace(settings, slots=1, cuda_graphs=False))
     progress("loading the draft", 0.0)
     model = LlamaCppDraft.load(
         draft.path, threads=draft.threads, max_context=draft.max_context, slots=1, max_sequences=1, keep=_ALL
@@ -145,7 +130,7 @@ class _Scoring:
     def __init__(
         self,
         prepared: Prepared,
-        target: TransformersTarget,
+        target: LlamaCppTarget | TransformersTarget,
         model: LlamaCppDraft,
         observed: Observed,
         progress: Progress,

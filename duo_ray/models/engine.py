@@ -24,8 +24,10 @@ from duo_ray.types import DuoRayError
 
 logger = logging.getLogger(__name__)
 
-_SHALLOW = (1, 3)
-"""Layers of the two random models whose difference says what a layer costs."""
+_FEW = 3
+"""The deeper of two random models has at least so many layers; the other one has one."""
+_ENOUGH = 400_000_000
+"""So many weights of layers take longer than the noise of a timing."""
 
 
 def engine_seconds(path: Path, cores: Sequence[int], threads: int, dtypes: Sequence[str]) -> dict[str, float]:
@@ -72,14 +74,18 @@ def _transformers(path: Path, threads: int, dtypes: Sequence[str]) -> float:
     import torch  # noqa: PLC0415 - only in the measuring process
     from transformers import AutoConfig  # noqa: PLC0415
 
-    check_convertible(read_gguf(path))
+    header = read_gguf(path)
+    check_convertible(header)
     torch.set_num_threads(threads)
     config: Any = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     layers = config.get_text_config(decoder=True).num_hidden_layers
+    deep = min(layers, max(_FEW, _ENOUGH * layers // header.parameters))
     fastest = math.inf
     for dtype in dtypes:
-        few, more = (shallow_seconds(config, count, dtype) for count in _SHALLOW)
-        fastest = min(fastest, few + (layers - _SHALLOW[0]) * max(more - few, 0.0) / (_SHALLOW[1] - _SHALLOW[0]))
+        seconds = shallow_seconds(config, deep, dtype)
+        if deep < layers:
+            seconds += (layers - deep) * max(seconds - shallow_seconds(config, 1, dtype), 0.0) / (deep - 1)
+        fastest = min(fastest, seconds)
     return fastest
 
 

@@ -228,11 +228,12 @@ class TransformersTarget:
         Raises:
             ContextOverflow: every slot is in use, or the text is longer than `max_context`.
         """
-        if not self._slots.idle or len(ids) > self.max_context:
+        idle = self._slots.idle
+        if not idle or len(ids) > self.max_context:
             raise ContextOverflow(
-                f"{len(ids)} ids, for which {len(self._slots.idle)} of {self.slots} slots of {self.max_context} are free"
+                f"{len(ids)} ids, for which {len(idle)} of {self.slots} slots of {self.max_context} are free"
             )
-        slot = self._slots.idle.pop()
+        slot = idle.pop()
         slot.cached.clear()
         try:
             for start in range(0, len(ids), self._chunk):
@@ -243,7 +244,7 @@ class TransformersTarget:
                     rows = rows[:keep, : self.vocab_size].float().cpu()
                 yield from rows.numpy()
         finally:
-            self._slots.idle.append(slot)
+            idle.append(slot)
 
     def memory_bytes(self) -> int:
         """Bytes of the weights (prepacked ones included) and of the whole KV buffer."""

@@ -85,3 +85,9 @@ def test_templates_that_differ_are_shown_where_they_part():
     assert "user" in found.describe()
     assert not Templates("a", "a").differ
     assert "no chat template: prompts" in Templates(None, "a").describe()
+
+
+@pytest.mark.models
+def test_a_target_in_llama_cpp_is_compared_as_well():
+    scores = scored("demo", **{"models.target.precision": "auto", "models.target.engine": "llama_cpp"})
+    assert scores.sampled.value > 0.9

@@ -315,3 +315,11 @@ def test_of_released_requests_the_latest_is_kept_and_little_beside_it(target: Ll
         target.release(client.request_id)
     again = [Client(f"again {i}", client.prompt) for i, client in enumerate(clients)]
     assert [verdict.cached > 0 for verdict in step(target, again).verdicts] == [False, True, True]
+
+
+def test_logits_along_a_text_are_those_of_single_steps(target: LlamaCppTarget, reference: Reference) -> None:
+    ids = random_ids(40, 6)
+    rows = [row.copy() for row in target.logits_along(ids, 3)]
+    assert len(rows) == 3
+    for i, row in enumerate(rows):
+        np.testing.assert_allclose(row, reference.logits(ids[: 38 + i]), atol=2e-3)
