@@ -204,6 +204,9 @@ class TargetConfig(_Section):
     """CPU threads of the target; auto: one for each of its cores."""
     n_gpu_layers: Annotated[AutoInt, _whole(0, 10_000, "auto")] = "auto"
     """Layers that llama_cpp computes on the GPU (llama.cpp must be built for it); auto: all where `device` is a GPU."""
+    quantization: Annotated[str, _one_of("none", "gguf", "int8", "int4")] = "none"
+    """Weights of linear layers in transformers: int8 (torchao) or int4 (bitsandbytes), made while loading; none: as
+    they are. gguf (packed) is what engine llama_cpp is for."""
     attn_implementation: Annotated[str, _one_of("sdpa", "eager", "flash_attention_2")] = "sdpa"
     """transformers' attention: sdpa, eager, or flash_attention_2 (on a GPU, where flash-attn is installed)."""
     chunked_prefill: Annotated[int, _whole(8, 65536)] = 128

@@ -14,6 +14,7 @@ from duo_ray.models.catalog import gguf_target
 from duo_ray.models.engine import engine_seconds
 from duo_ray.models.gguf_header import read_gguf
 from duo_ray.models.precision import CPU_DTYPES
+from duo_ray.models.quantization import check_quantization
 
 Progress = Callable[[str, float | None], None]
 
@@ -21,7 +22,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """`models.target.precision` -> torch's name."""
 
 _ALL_LAYERS = 10_000
-_TRANSFORMERS_ONLY = ("precision", "attn_implementation", "device_map")
+_TRANSFORMERS_ONLY = ("precision", "attn_implementation", "device_map", "quantization")
 
 
 def choose_engine(config: Config, plan: Plan, machine: Machine, notes: MutableSequence[str], progress: Progress) -> str:
@@ -34,6 +35,7 @@ def choose_engine(config: Config, plan: Plan, machine: Machine, notes: MutableSe
         DuoRayError: neither engine runs the model.
     """
     target = config.models.target
+    check_quantization(target.quantization)
     if target.n_gpu_layers not in ("auto", 0) and plan.device == "cpu":
         raise ConfigError(
             f"models.target.n_gpu_layers is {target.n_gpu_layers}, but the target runs on the CPU: remove it"

@@ -89,7 +89,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
     processors = "cluster" if anywhere else [machine.cpu, *(gpu.name for gpu in machine.gpus)]
     facts = (
         *_stamp(files.path), *_stamp(draft_path), processors, plan, engine, config.models.target.precision,
-        config.models.target.attn_implementation, config.models.target.n_gpu_layers,
+        config.models.target.attn_implementation, config.models.target.n_gpu_layers, config.models.target.quantization,
         version("torch"), version("transformers"), version("llama-cpp-python"),
     )  # fmt: skip
     calibration_path = calibration_file(*facts)
@@ -119,6 +119,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
             chunk=target.chunked_prefill,
             device_map=target.device_map,
             cuda_graphs=target.cuda_graphs,
+            quantization=target.quantization,
             gpu_layers=gpu_layers(config, plan),
             warmup_steps=max(1, -(-optimization.warmup_steps // _WARM_UP_SHAPES)),
         ),
@@ -163,8 +164,9 @@ def estimate_memory(settings: PipelineSettings) -> dict[str, ModelMemory]:
     if target.engine == "llama_cpp":
         memory = {"target": gguf_memory(read_gguf(path), **room)}
     else:
-        packed = target.device == "cpu"
-        memory = {"target": directory_memory(path, target.dtype, **room, packed=packed)}
+        on_cpu = target.device == "cpu"
+        size = directory_memory(path, target.dtype, **room, packed=on_cpu, quantization=target.quantization)
+        memory = {"target": size}
     for i, draft in enumerate(settings.drafts):
         header = read_gguf(Path(draft.path))
         memory[f"draft {i}"] = gguf_memory(header, tokens=draft.max_context, slots=draft.slots)

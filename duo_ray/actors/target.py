@@ -42,6 +42,7 @@ class TargetSettings:
     chunk: int
     device_map: str | dict[str, int | str] | None
     cuda_graphs: bool
+    quantization: str
     gpu_layers: int
     """Layers that llama.cpp computes on the GPU."""
     warmup_steps: int
@@ -180,4 +181,5 @@ def _load_transformers(settings: TargetSettings) -> TransformersTarget:
         chunk=settings.chunk,
         device_map=settings.device_map,
         cuda_graphs=settings.cuda_graphs,
+        quantization=settings.quantization,
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from duo_ray.config import ConfigError
 from duo_ray.models.gguf_header import GgufHeader
+from duo_ray.models.quantization import LINEAR_BYTES
 
 _GIB = 2**30
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -54,7 +55,9 @@ def gguf_memory(header: GgufHeader, *, tokens: int, slots: int) -> ModelMemory:
     return ModelMemory(weights, _KV_BYTES * _gguf_cache_width(header), tokens, slots, header.parameters)
 
 
-def directory_memory(folder: Path, dtype: str, *, tokens: int, slots: int, packed: bool) -> ModelMemory:
+def directory_memory(
+    folder: Path, dtype: str, *, tokens: int, slots: int, packed: bool, quantization: str = "none"
+) -> ModelMemory:
     """A directory in transformers, weights and cache in `dtype`.
 
     Args:
@@ -70,7 +73,10 @@ def directory_memory(folder: Path, dtype: str, *, tokens: int, slots: int, packe
     width = 2 * layers * (text.get("num_key_value_heads") or heads) * head_dim
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
     copied = text["vocab_size"] * hidden if packed and tied else 0
-    return ModelMemory(item * (parameters + copied), item * width, tokens, slots, parameters)
+    kept = text["vocab_size"] * hidden * (1 if tied else 2)  # embedding and output layer stay as they are
+    linear = LINEAR_BYTES.get(quantization, item)
+    weights = item * (kept + copied) + int(linear * (parameters - kept))
+    return ModelMemory(weights, item * width, tokens, slots, parameters)
 
 
 def check_memory(models: Mapping[str, ModelMemory], available: int, place: str) -> None:

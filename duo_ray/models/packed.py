@@ -44,7 +44,7 @@ def pack_linears(model: nn.Module) -> None:
     """Replace every linear layer of `model`, in place; an output layer tied to the embedding gets its own copy."""
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if type(layer) is nn.Linear:
+            if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter:  # torchao keeps its own kind
                 setattr(parent, name, PackedLinear(layer.weight, layer.bias))
             elif type(layer) is Conv1D:  # GPT-2's linear layer, weights transposed
                 setattr(parent, name, PackedLinear(layer.weight.t(), layer.bias))

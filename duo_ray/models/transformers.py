@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from duo_ray.models.packed import PackedLinear, can_pack, pack_linears
+from duo_ray.models.quantization import check_layers, quantization_config
 from duo_ray.models.slot_attention import FOLDED_SDPA, KV_CACHE_ATTENTION, Segment
 from duo_ray.models.slot_cache import SlotRunner
 from duo_ray.models.target_slots import TargetSlots, Work
@@ -130,6 +131,7 @@ class TransformersTarget:
         device_map: str | dict[str, Any] | None = None,
         cuda_graphs: bool = True,
         vocab_size: int | None = None,
+        quantization: str = "none",
     ) -> TransformersTarget:
         """Load a local directory or hub id with safetensors weights.
 
@@ -139,6 +141,7 @@ class TransformersTarget:
             attn_implementation: sdpa; eager (attention with a soft cap, such as Gemma 2's, has no sdpa); or
                 flash_attention_2, on CUDA in half precision where the package flash-attn is installed.
             device_map: spread the layers over devices, as transformers' `from_pretrained` does; replaces `device`.
+            quantization: none, or int8 or int4 for the linear layers; see `models.quantization`.
         The other arguments and the errors are those of the class.
         """
         if dtype not in _DTYPES:
@@ -162,10 +165,12 @@ class TransformersTarget:
             path,
             dtype=_DTYPES[dtype],
             attn_implementation="eager" if flash else attn_implementation,
-            device_map=device_map,
+            device_map={"": device} if quantization != "none" and device_map is None else device_map,
+            quantization_config=quantization_config(quantization, _DTYPES[dtype]),
         )
-        if device_map is None:
+        if device_map is None and quantization == "none":
             model = model.to(device)
+        check_layers(model, quantization)
         return cls(
             model,
             slots=slots,
@@ -248,7 +253,7 @@ class TransformersTarget:
 
     def memory_bytes(self) -> int:
         """Bytes of the weights (prepacked ones included) and of the whole KV buffer."""
-        weights: dict[int, int] = {id(p): p.nbytes for p in (*self._model.parameters(), *self._model.buffers())}
+        weights: dict[int, int] = {id(p): _nbytes(p) for p in (*self._model.parameters(), *self._model.buffers())}
         packed: int = sum(m.nbytes for m in self._model.modules() if isinstance(m, PackedLinear))
         return sum(weights.values()) + packed + self._runner.cache.nbytes
 
@@ -355,6 +360,14 @@ class _Trial:
                     config, f"with cached tokens its logits are off by {off:.2g} of their size from a plain forward"
                 )
             )
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes in memory: a quantised tensor counts itself as what it stands for."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return tensor.nbytes
+    return sum(_nbytes(getattr(tensor, name)) for name in flatten()[0])
 
 
 def check_config(config: PretrainedConfig) -> None:
