@@ -2,9 +2,9 @@
 
     python -m benchmarks.targets [--tokens 64] [--prompts 4] [--shaped] [--out targets.json]
 
-The demo model in transformers (float32, bfloat16) and in llama.cpp (several quantisations), each with the Q2_K draft.
-Two baselines: the form alone on the cores it has beside the draft, and alone on all cores. `--shaped` adds a target of
-a billion weights in llama.cpp whose draft is right for 80% of the tokens, by construction (`benchmarks.shaped`).
+The demo model in transformers (float32, bfloat16, int8, int4) and in llama.cpp (several quantisations), each with the
+Q2_K draft. Two baselines: the form alone on the cores it has beside the draft, and alone on all cores. `--shaped` adds a
+target of a billion weights in llama.cpp whose draft is right for 80% of the tokens, by construction (`benchmarks.shaped`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,13 @@ class Form:
         if self.settings["models.target.engine"] == "llama_cpp":
             return LlamaCppTarget.load(path, threads=1, max_context=_CONTEXT, slots=1)
         dtype = {"fp32": "float32", "bf16": "bfloat16"}[str(self.settings["models.target.precision"])]
-        return TransformersTarget.load(resolve_target(path).path, dtype=dtype, slots=1, max_context=_CONTEXT)
+        return TransformersTarget.load(
+            resolve_target(path).path,
+            dtype=dtype,
+            slots=1,
+            max_context=_CONTEXT,
+            quantization=str(self.settings.get("models.target.quantization", "none")),
+        )
 
 
 def forms(prompts: Sequence[str], *, shaped: bool) -> dict[str, Form]:
@@ -68,6 +74,9 @@ def forms(prompts: Sequence[str], *, shaped: bool) -> dict[str, Form]:
         f"transformers {precision}": Form(_settings("demo", "transformers", precision), draft, demo)
         for precision in ("fp32", "bf16")
     }
+    for quantization in ("int8", "int4"):
+        settings = {**_settings("demo", "transformers", "bf16"), "models.target.quantization": quantization}
+        found[f"transformers {quantization}"] = Form(settings, draft, demo)
     for quant in ("Q8_0", "Q4_1", "Q4_0"):
         path = demo_draft() if quant == "Q4_1" else resolve_draft("demo", quant, threads=2)
         found[f"llama.cpp {quant}"] = Form(_settings(str(path), "llama_cpp"), draft, demo)
