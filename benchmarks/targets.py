@@ -1,6 +1,6 @@
 """Every form of a target: its memory, its times, how it agrees with the unquantised one, what a draft gains.
 
-    python -m benchmarks.targets [--tokens 64] [--prompts 4] [--shaped] [--out targets.json]
+    python -m benchmarks.targets [--tokens 64] [--prompts 4] [--forms all] [--shaped] [--out targets.json]
 
 The demo model in transformers (float32, bfloat16, int8, int4) and in llama.cpp (several quantisations), each with the
 Q2_K draft. Two baselines: the form alone on the cores it has beside the draft, and alone on all cores. `--shaped` adds
@@ -27,6 +27,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.drafts import demo_draft, poor_draft
+from benchmarks.harness import chosen
 from benchmarks.pipeline import PROMPTS, measure, speed
 from benchmarks.shaped import ONE_BILLION, SMALL, write_shaped
 from duo_ray.actors.launch import start_local
@@ -119,8 +120,9 @@ def agreement(target: TargetModel, prompt: Ids, answer: Ids) -> float:
     return right / len(answer)
 
 
-def run(tokens: int, prompts: Sequence[str], *, shaped: bool) -> dict[str, Any]:
-    known = forms(prompts, shaped=shaped)
+def run(tokens: int, prompts: Sequence[str], asked: str, *, shaped: bool) -> dict[str, Any]:
+    every = forms(prompts, shaped=shaped)
+    known = {name: every[name] for name in chosen(asked, list(every), "form of a target")}
     rows, reference = {}, list[tuple[Ids, Ids]]()
     with contextlib.ExitStack() as stack:
         start_local([{"CPU": 16, "draft_cpu": 8}])
@@ -196,10 +198,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--prompts", type=int, default=4, help=f"how many, up to {len(PROMPTS)}")
+    parser.add_argument(
+        "--forms", default="all", help="comma-separated rows of the table; the first one is agreed with"
+    )
     parser.add_argument("--shaped", action="store_true", help="also a target of a billion random weights (0.6 GB)")
     parser.add_argument("--out", type=Path, help="write everything as JSON")
     arguments = parser.parse_args()
-    results = run(arguments.tokens, PROMPTS[: arguments.prompts], shaped=arguments.shaped)
+    results = run(arguments.tokens, PROMPTS[: arguments.prompts], arguments.forms, shaped=arguments.shaped)
     table = Table("target", *(title for title, _ in _COLUMNS.values()))
     for name, row in results["rows"].items():
         table.add_row(name, *(format(row[key], form) if key in row else "-" for key, (_, form) in _COLUMNS.items()))
