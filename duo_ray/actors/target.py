@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import threading
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from duo_ray.actors import wire
 from duo_ray.actors.node import find_here, node_id
 from duo_ray.hardware.cores import pin
+from duo_ray.hardware.pages import collapse_pages
 from duo_ray.models.catalog import resolve_gguf_target, resolve_target
 from duo_ray.types import DraftProbs, TargetReply, VerifyJob
 
@@ -163,13 +165,16 @@ def _load_llama_cpp(settings: TargetSettings) -> LlamaCppTarget:
 
 
 def _load_transformers(settings: TargetSettings) -> TransformersTarget:
-    from transformers.utils import logging  # noqa: PLC0415 - the process is pinned first
+    # transformers imports torchao wherever it is installed, which then tells of kernels that nobody asked for.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415 - the process is pinned first
 
     from duo_ray.models.transformers import TransformersTarget  # noqa: PLC0415
 
-    quiet: Callable[[], None] = logging.disable_progress_bar
+    quiet: Callable[[], None] = disable_progress_bar
     quiet()  # it would be drawn into the middle of the user's terminal
-    return TransformersTarget.load(
+    model = TransformersTarget.load(
         settings.path,
         device=settings.device,
         dtype=settings.dtype,
@@ -183,3 +188,6 @@ def _load_transformers(settings: TargetSettings) -> TransformersTarget:
         cuda_graphs=settings.cuda_graphs,
         quantization=settings.quantization,
     )
+    if settings.device == "cpu":
+        collapse_pages()
+    return model
