@@ -6,7 +6,6 @@ Why these packages, and why not packed GGUF weights: docs/decisions/008.
 from __future__ import annotations
 
 import importlib.util
-import logging
 from typing import Any
 
 from duo_ray.config import ConfigError
@@ -38,8 +37,6 @@ def check_quantization(kind: str) -> None:
 def quantization_config(kind: str, dtype: Any) -> Any:
     """What `from_pretrained` takes as `quantization_config`; None for `none`. `dtype` (torch's) is computed in."""
     if kind == "int8":
-        for noisy in ("torchao", "torch.utils._pytree"):  # about kernels of other devices, in the user's terminal
-            logging.getLogger(noisy).setLevel(logging.ERROR)
         from torchao.quantization import Int8WeightOnlyConfig  # noqa: PLC0415 - only where it is asked for
         from transformers import TorchAoConfig  # noqa: PLC0415
 
