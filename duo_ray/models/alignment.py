@@ -44,6 +44,8 @@ class Alignment:
         self._covered = 0  # the text up to here is in the draft's ids
         self._prompt_length = self._draft_prompt_length = self._agreed = 0
         self.is_chat = False
+        self.waits = False
+        """Whether the context is only a part of the prompt: that is translated as a whole, for its end tells a chat."""
         self.tails: Sequence[Ids] = ()
         """What the draft wrote after the last context, every sequence with its head."""
 
@@ -56,10 +58,12 @@ class Alignment:
         dropped = self._log.ids[context.agreed :]
         self._log.receive(context)
         kept = context.agreed + common_prefix(dropped, list(context.ids))
-        if kept < context.prompt_length or not self._ends:
-            self._begin(context.prompt_length)
-        else:
-            self._go_on(kept)
+        self.waits = len(self._log) < context.prompt_length
+        if not self.waits:
+            if kept < context.prompt_length or not self._ends:
+                self._begin(context.prompt_length)
+            else:
+                self._go_on(kept)
         self.tails = ()
 
     def draft_context(self, request_id: str, *, whole: bool = False) -> Context:

@@ -136,19 +136,28 @@ class TranslatingDraft:
         for job, alignment in zip(jobs, held, strict=True):
             self._held[job.context.request_id] = alignment
             alignment.receive(job.context)
-        try:
-            drafted = self._draft.draft([self._job(*each) for each in zip(jobs, held, strict=True)])
-        except UnknownPrefix:  # its slot went to another request
-            drafted = self._draft.draft([self._job(*each, whole=True) for each in zip(jobs, held, strict=True)])
-        answers = []
-        for job, alignment, (block, probs) in zip(jobs, held, drafted, strict=True):
+        ready = [(job, alignment) for job, alignment in zip(jobs, held, strict=True) if not alignment.waits]
+        drafted = iter(self._drafted(ready) if ready else ())
+        answers: list[Drafted] = []
+        for job, alignment in zip(jobs, held, strict=True):
+            length, _ = alignment.lengths
+            if alignment.waits:
+                answers.append((_nothing(job, length, Span(started, time.time())), None))
+                continue
+            block, probs = next(drafted)
             alignment.tails = [_all_ids(sequence) for sequence in block.sequences]
             exchange = self._strategy is Strategy.INTERSECTION
             ours = self._exchanged(job, alignment, block) if exchange else self._encoded(job, alignment, block)
-            length, _ = alignment.lengths
             whole = replace(ours, length=length, span=Span(started, time.time()))
             answers.append((whole, self._exchanged_probs(probs) if exchange else None))
         return answers
+
+    def _drafted(self, ready: Sequence[tuple[DraftJob, Alignment]]) -> list[Drafted]:
+        """The draft's own answers."""
+        try:
+            return self._draft.draft([self._job(*each) for each in ready])
+        except UnknownPrefix:  # its slot went to another request
+            return self._draft.draft([self._job(*each, whole=True) for each in ready])
 
     def release(self, request_id: str) -> None:
         """See `DraftModel.release`."""
@@ -268,6 +277,11 @@ class TranslatingDraft:
         if chat and self._turn_end is not None:
             return self._turn_end
         return counterpart if counterpart >= 0 else next(iter(self._target.ends), None)
+
+
+def _nothing(job: DraftJob, length: int, span: Span) -> DraftBlock:
+    """The answer to a job that only reads, of which nothing can be read yet."""
+    return DraftBlock(job.context.request_id, length, (), span, (), length, 0.0)
 
 
 def _all_ids(sequence: DraftSequence) -> Ids:

@@ -68,6 +68,25 @@ def test_it_implements_the_seam():
 
 
 @pytest.mark.parametrize("strategy", [Strategy.STRING, Strategy.INTERSECTION])
+def test_a_prompt_read_in_parts_is_translated_once_it_is_whole(strategy):
+    prompt, log = (0, 1, 2, 3, 4, 2, 0, 1), IdLog()
+    log.extend(prompt)
+
+    def job(agreed, end, budget):
+        context = log.context("r", agreed=agreed, prompt_length=len(prompt), end=end)
+        return DraftJob(context, 0, budget, 1, False, 0.8, GREEDY)
+
+    draft, at_once = translating(strategy), translating(strategy)
+    [(nothing, _)] = draft.draft([job(0, 3, 0)])
+    draft.draft([job(3, 6, 0)])
+    [(block, _)] = draft.draft([job(6, len(prompt), 4)])
+    [(expected, _)] = at_once.draft([job(0, len(prompt), 4)])
+    assert (nothing.length, nothing.sequences) == (3, ())
+    assert block.sequences == expected.sequences
+    assert block.sequences
+
+
+@pytest.mark.parametrize("strategy", [Strategy.STRING, Strategy.INTERSECTION])
 @pytest.mark.parametrize("max_sequences", [1, 4])
 def test_greedy_output_is_the_targets_own(strategy, max_sequences):
     params = SamplingParams(temperature=0.0)
