@@ -4,8 +4,8 @@
 
 Two baselines: the target alone on the cores it has in the pipeline (what a user with a GPU sees) and the target alone
 on all cores of the machine (what a user without one would do). For every prompt they answer in turn, there and back
-(A B C C B A), so that drift of the machine's speed hits all alike. EOS is ignored, so that every answer has the same
-length.
+(A B C C B A), so that drift of the machine's speed hits all alike. No answer finds its prompt in a cache. EOS is
+ignored, so that every answer has the same length.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ PROMPTS = (
 
 def measure(duo: Duo, prompt: str, tokens: int, **options: Any) -> Answer:
     return duo.generate(prompt, temperature=0.0, max_tokens=tokens, ignore_eos=True, **options)
+
+
+def forget(duo: Duo) -> None:
+    """Push out what the caches of target and draft keep of earlier prompts."""
+    for number in range(duo.prepared.config.models.target.slots):
+        duo.generate(f"{number}: nothing", raw=True, max_tokens=1)
 
 
 def speed(answers: Sequence[Answer]) -> float:
@@ -97,17 +103,18 @@ def measure_draft(
     rows = []
     with contextlib.ExitStack() as stack:
         duo = stack.enter_context(Duo(load_config(None, {**settings, "models.draft.model": str(path)})))
-        alone = {"alone": partial(measure, duo, draft=False)}
+        pipelines = {"alone": duo, "duo": duo}
         if all_cores:
             everything = stack.enter_context(Duo(load_config(None, {**settings, "models.draft.model": None})))
-            alone["all_cores"] = partial(measure, everything)
-        ways = {**alone, "duo": partial(measure, duo)}
-        for ask in ways.values():  # every process has run once, caches are warm
+            pipelines = {"alone": duo, "all_cores": everything, "duo": duo}
+        ways = {way: partial(measure, each, draft=way != "alone") for way, each in pipelines.items()}
+        for ask in ways.values():  # every process has run once
             ask("Hello!", 24)
         for number, prompt in enumerate(track(prompts, name)):
             order = list(ways) if number % 2 else list(reversed(ways))
             answers: dict[str, list[Answer]] = {way: [] for way in ways}
             for way in (*order, *reversed(order)):
+                forget(pipelines[way])
                 answers[way].append(ways[way](prompt, tokens))
             rows.append(
                 {
