@@ -16,8 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 
 from duo_ray.config import load_config
-from duo_ray.session import Duo, answer
-from duo_ray.types import Finished
+from duo_ray.session import Duo, collect
 from tests.actors.conftest import SMALL
 
 pytestmark = [pytest.mark.ray, pytest.mark.models]
@@ -50,15 +49,15 @@ def pid_of(handle):
 
 def generate_and_kill(duo, handle, number, *, after=20, **ask):
     """Send a signal to the actor's process when `after` tokens have come."""
-    tokens = []
     pid = pid_of(handle)
-    for item in duo.stream(PROMPT, **{**ASK, **ask}):
-        if isinstance(item, Finished):
-            return pid, answer(tokens, item)
-        tokens.append(item)
-        if len(tokens) == after:
-            os.kill(pid, number)
-    raise AssertionError("the stream has no end")
+
+    def watched():
+        for count, item in enumerate(duo.stream(PROMPT, **{**ASK, **ask}), 1):
+            yield item
+            if count == after:
+                os.kill(pid, number)
+
+    return pid, collect(watched())
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])

@@ -39,7 +39,9 @@ def test_elsewhere_a_draft_is_found_by_its_name_and_pinned_to_no_core(tmp_path):
 def test_elsewhere_a_target_is_found_by_its_name(tmp_path):
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 512, "vocab_size": 100}')
     (tmp_path / "model.safetensors").touch()
-    here = settings(TargetSettings, node="a", path="/cache/of/node/a", model=str(tmp_path)).here()
+    here = settings(
+        TargetSettings, node="a", path="/cache/of/node/a", model=str(tmp_path), engine="transformers"
+    ).here()
     assert (here.path, here.cores) == (str(tmp_path), ())
 
 
