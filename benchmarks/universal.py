@@ -136,6 +136,7 @@ def run(strategy: str, tokens: int, prompts: Sequence[str]) -> list[dict[str, An
 def pipeline(strategy: str) -> Duo:
     settings: dict[str, object] = {
         "models.target.model": str(gemma()),
+        "models.target.engine": "transformers",
         "models.target.slots": 2,
         "models.target.max_seq_len": 512,
         "models.draft.vocabulary": strategy,
