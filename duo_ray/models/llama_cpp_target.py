@@ -86,24 +86,18 @@ class LlamaCppTarget:
         Raises:
             ContextOverflow: every slot is in use, or the text is longer than `max_context`.
         """
-        idle = self._slots.idle
-        if not idle or len(ids) > self.max_context:
-            raise ContextOverflow(
-                f"{len(ids)} ids, for which {len(idle)} of {self.slots} slots of {self.max_context} are free"
-            )
-        slot = idle.pop()
-        self._forget(slot)
         first = len(ids) - last
-        try:
-            for start in range(0, len(ids), _OUTPUTS):
-                part = range(start, min(start + _OUTPUTS, len(ids)))
-                self._context.decode([BatchRow(ids[i], i, slot.number, i >= first) for i in part])
-                for i in part:
-                    if i >= first:
-                        yield self._logits(i - start)
-        finally:
+        with self._slots.lent(len(ids)) as slot:
             self._forget(slot)
-            idle.append(slot)
+            try:
+                for start in range(0, len(ids), _OUTPUTS):
+                    part = range(start, min(start + _OUTPUTS, len(ids)))
+                    self._context.decode([BatchRow(ids[i], i, slot.number, i >= first) for i in part])
+                    for i in part:
+                        if i >= first:
+                            yield self._logits(i - start)
+            finally:
+                self._forget(slot)
 
     def memory_bytes(self) -> int:
         """Bytes of weights, KV cache and scratch memory, as llama.cpp accounted for them at load."""

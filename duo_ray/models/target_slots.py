@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from duo_ray.core.context import IdLog, common_prefix
@@ -69,6 +70,23 @@ class TargetSlots:
         """By request."""
         self.idle = [Slot(number) for number in range(slots)]
         """Free slots with what they still hold, idle longest first."""
+
+    @contextmanager
+    def lent(self, length: int) -> Iterator[Slot]:
+        """An idle slot for a text of `length` ids that belongs to no request.
+
+        Raises:
+            ContextOverflow: every slot is in use, or the text is longer than `max_context`.
+        """
+        if not self.idle or length > self._max_context:
+            raise ContextOverflow(
+                f"{length} ids, for which {len(self.idle)} of {self._slots} slots of {self._max_context} are free"
+            )
+        slot = self.idle.pop()
+        try:
+            yield slot
+        finally:
+            self.idle.append(slot)
 
     def release(self, request_id: str) -> None:
         """Free the request's slot; unknown ids are ignored.

@@ -233,14 +233,8 @@ class TransformersTarget:
         Raises:
             ContextOverflow: every slot is in use, or the text is longer than `max_context`.
         """
-        idle = self._slots.idle
-        if not idle or len(ids) > self.max_context:
-            raise ContextOverflow(
-                f"{len(ids)} ids, for which {len(idle)} of {self.slots} slots of {self.max_context} are free"
-            )
-        slot = idle.pop()
-        slot.cached.clear()
-        try:
+        with self._slots.lent(len(ids)) as slot:
+            slot.cached.clear()
             for start in range(0, len(ids), self._chunk):
                 part = ids[start : start + self._chunk]
                 keep = max(0, min(len(part), start + len(part) - (len(ids) - last)))
@@ -248,8 +242,6 @@ class TransformersTarget:
                     rows = self._runner.forward([Segment(slot.number, start, part, keep)])
                     rows = rows[:keep, : self.vocab_size].float().cpu()
                 yield from rows.numpy()
-        finally:
-            idle.append(slot)
 
     def memory_bytes(self) -> int:
         """Bytes of the weights (prepacked ones included) and of the whole KV buffer."""
