@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from duo_ray.config import Config
+from duo_ray.metrics import Figures
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.types import Delta, Finished, Request
 
@@ -41,10 +42,6 @@ class Engine(Protocol):
         """
         ...
 
-    def snapshot(self) -> dict[str, object]:
-        """Live figures of the running system, JSON types only."""
-        ...
-
-    def prometheus(self) -> bytes:
-        """The metrics of this pipeline in Prometheus' text exposition format."""
+    async def figures(self) -> Sequence[Figures]:
+        """Those of every pipeline that serves this model, this one's first."""
         ...

@@ -26,6 +26,7 @@ from deployments.replies import ChatCompletion, ChatReply, Reply, TextCompletion
 from deployments.runner import Runner, while_connected
 from deployments.schema import ChatRequest, CompletionRequest
 from deployments.translate import Job, translate
+from duo_ray.metrics import prometheus, snapshot
 
 
 class Model(TypedDict):
@@ -112,15 +113,16 @@ def create_api(engine: Engine) -> FastAPI:
         """The version of duo_ray."""
         return {"version": version("duo-ray")}
 
-    @api.get("/metrics", response_class=PlainTextResponse)
+    @api.get("/metrics", response_class=PlainTextResponse, dependencies=[_KEY])
     async def metrics() -> Response:
-        """Prometheus' text exposition format."""
-        return Response(engine.prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        """All replicas in Prometheus' text exposition format."""
+        text = await asyncio.to_thread(prometheus, await engine.figures())
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @api.get("/stats")
+    @api.get("/stats", dependencies=[_KEY])
     async def stats() -> dict[str, Any]:
-        """Live figures of the running system."""
-        return engine.snapshot()
+        """Live figures of the running system, all replicas together."""
+        return await asyncio.to_thread(snapshot, await engine.figures())
 
     mount_page(api)
     return api

@@ -14,6 +14,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.util.placement_group import get_current_placement_group
 
 from deployments.callers import Callers
@@ -22,11 +23,14 @@ from duo_ray.actors.coordinator import Coordinator
 from duo_ray.actors.launch import plain_error, start_models
 from duo_ray.actors.prepare import prepare
 from duo_ray.config import Config, ConfigError
-from duo_ray.metrics import Meter
+from duo_ray.metrics import Figures, Meter
 from duo_ray.session import Prompt, build_request, collect, unpacked
 from duo_ray.types import Delta, Finished, InvalidRequest, Overloaded, Request
 
 logger = logging.getLogger("ray.serve")
+
+FIGURES_LIMIT_S = 3.0
+"""How long the figures of the other replicas are waited for."""
 
 
 class Replica:
@@ -44,7 +48,9 @@ class Replica:
     def __init__(self, config: Config) -> None:
         self.config = _with_api_key(config)
         self.model_name = config.model_name
-        self._meter = Meter(model=self.model_name, replica=serve.get_replica_context().replica_id.unique_id)
+        context = serve.get_replica_context()
+        self._meter = Meter(model=self.model_name, replica=context.replica_id.unique_id)
+        self._replicas = serve.get_deployment_handle(context.deployment, context.app_name)
         self._streams = 0
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
@@ -117,13 +123,23 @@ class Replica:
         """Serve replaces the replica when this fails: the target will not come back."""
         self._coordinator.check()
 
-    def snapshot(self) -> dict[str, object]:
-        """Live figures of this replica; see `duo_ray.metrics`."""
-        return self._meter.snapshot()
+    async def figures(self) -> list[Figures]:
+        """Those of all replicas, this one's first. One that dies, or does not answer in time, is left out."""
+        own = self._meter.figures()
+        if self.config.serving.replicas.max == 1:
+            return [own]
+        try:
+            asked = self._replicas.broadcast("own_figures")
+            answers = await asked.results_async(timeout_s=FIGURES_LIMIT_S, return_exceptions=True)
+        except (TimeoutError, RayServeException) as error:
+            logger.warning("figures of this replica only: %s", error)
+            return [own]
+        others = [each for each in answers if isinstance(each, Figures) and each.replica != own.replica]
+        return [own, *others]
 
-    def prometheus(self) -> bytes:
-        """The same for Prometheus."""
-        return self._meter.prometheus()
+    async def own_figures(self) -> Figures:
+        """Those of this replica, for the others."""
+        return self._meter.figures()
 
     def _request(self, prompt: Prompt | Request, options: dict[str, Any]) -> Request:
         if not isinstance(prompt, Request):

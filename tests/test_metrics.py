@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from duo_ray.core.stats import RequestStats
-from duo_ray.metrics import Meter, RequestMeter, StepTimes
+from duo_ray.metrics import Meter, RequestMeter, StepTimes, prometheus, snapshot
 from duo_ray.metrics.exposition import RayPublisher
 from duo_ray.metrics.history import HISTORY_S
 from duo_ray.metrics.series import SERIES, Kind, ray_name
@@ -63,6 +63,10 @@ def totals(tally):
     return {name: value for (name, labels), value in tally.counters().items() if not labels}
 
 
+def shown(*tallies):
+    return snapshot([tally.figures(replica=f"replica-{i}") for i, tally in enumerate(tallies)])
+
+
 def labelled(tally, name):
     return {labels[0]: value for (each, labels), value in tally.counters().items() if each == name and value}
 
@@ -112,10 +116,10 @@ def test_running_and_queued_return_to_zero_whatever_ends_a_request(tally, end, o
 
     def serve():
         with RequestMeter(tally) as meter:
-            assert tally.snapshot()["queued"] == 1
+            assert shown(tally)["queued"] == 1
             if admitted:
                 meter.admitted()
-                assert (tally.snapshot()["running"], tally.snapshot()["queued"]) == (1, 0)
+                assert (shown(tally)["running"], shown(tally)["queued"]) == (1, 0)
             if end is not None:
                 raise end
 
@@ -124,7 +128,7 @@ def test_running_and_queued_return_to_zero_whatever_ends_a_request(tally, end, o
     else:
         with pytest.raises(type(end)):
             serve()
-    assert (tally.snapshot()["running"], tally.snapshot()["queued"]) == (0, 0)
+    assert (shown(tally)["running"], shown(tally)["queued"]) == (0, 0)
     assert labelled(tally, "duo_ray_requests") == {outcome: 1}
 
 
@@ -145,7 +149,7 @@ def test_restarts_are_counted_by_actor(tally):
     tally.restarted("draft-1")
     tally.restarted("draft-1")
     tally.restarted("target")
-    assert tally.snapshot()["totals"]["restarts"] == {"target": 1, "draft-0": 0, "draft-1": 2}
+    assert shown(tally)["totals"]["restarts"] == {"target": 1, "draft-0": 0, "draft-1": 2}
 
 
 def test_time_to_first_token_counts_from_arrival_and_gaps_only_between_outputs(tally, clock):
@@ -186,7 +190,7 @@ def test_idle_shares_are_of_the_time_with_a_running_request(tally, clock):
         tally.busy("target", 3.0)
         tally.busy("draft-0", 2.0)
     clock.now += 1.0
-    now = tally.snapshot()["now"]
+    now = shown(tally)["now"]
     assert now["target_idle"] == pytest.approx(0.25)
     assert now["draft_idle"] == pytest.approx(0.75)  # draft-1 did nothing
     assert totals(tally)["duo_ray_active_seconds"] == pytest.approx(4.0)
@@ -200,15 +204,15 @@ def test_gamma_sequences_and_times_are_means_of_the_last_seconds(tally, clock):
             clock.now += 0.1
             advance(stats, asked=asked, sequences=(1,) * (asked // 4), seconds=0.03)
             meter.step(stats, TIMES)
-    now = tally.snapshot()["now"]
+    now = shown(tally)["now"]
     assert now["gamma"] == pytest.approx(4.0)
     assert now["sequences"] == pytest.approx(1.5)
     assert now["sequences_per_block"] == {"1": 1, "2": 1}
     assert now["t_target_ms"] == pytest.approx(80.0)
     assert now["t_draft_ms"] == pytest.approx(20.0)
     clock.now += 30
-    assert tally.snapshot()["now"]["gamma"] is None
-    assert tally.snapshot()["now"]["tokens_per_s"] == 0.0
+    assert shown(tally)["now"]["gamma"] is None
+    assert shown(tally)["now"]["tokens_per_s"] == 0.0
 
 
 def test_the_speed_up_estimate_is_plain_time_over_the_time_between_outputs(tally, clock):
@@ -221,7 +225,7 @@ def test_the_speed_up_estimate_is_plain_time_over_the_time_between_outputs(tally
             clock.now += seconds
             advance(stats, tokens=tokens)
             meter.step(stats, StepTimes(target=0.08, overhead=0.0, plain=0.06))
-    assert tally.snapshot()["now"]["speedup_estimate"] == pytest.approx(5 * 0.06 / 0.4, abs=1e-3)
+    assert shown(tally)["now"]["speedup_estimate"] == pytest.approx(5 * 0.06 / 0.4, abs=1e-3)
 
 
 def test_acceptance_by_position_is_kept_out_of_judged(tally):
@@ -231,7 +235,7 @@ def test_acceptance_by_position_is_kept_out_of_judged(tally):
         for kept in (0, 1, 3, 3):
             advance(stats, proposed=3, kept=kept)
             meter.step(stats, TIMES)
-    assert tally.snapshot()["now"]["acceptance_per_position"] == [0.75, 0.5, 0.5]
+    assert shown(tally)["now"]["acceptance_per_position"] == [0.75, 0.5, 0.5]
 
 
 def test_the_history_has_one_value_a_second_and_gaps_where_nothing_happened(tally, clock):
@@ -244,7 +248,7 @@ def test_the_history_has_one_value_a_second_and_gaps_where_nothing_happened(tall
         advance(stats, tokens=2, asked=2)
         meter.step(stats, TIMES)
         clock.now += 1.0
-        history = tally.snapshot()["history"]
+        history = shown(tally)["history"]
     assert {len(values) for values in history.values()} == {HISTORY_S}
     assert history["tokens_per_s"][-4:] == [0, 5, 0, 2]
     assert history["gamma"][-4:] == [None, 6.0, None, 2.0]
@@ -263,6 +267,67 @@ def test_the_history_stays_bounded_over_a_day(tally, clock):
     assert totals(tally)["duo_ray_active_seconds"] == pytest.approx(86400.0)
 
 
+# --- several pipelines
+
+
+def test_figures_of_several_pipelines_are_those_of_one_that_does_the_work_of_all(clock):
+    tallies = [Tally(clock) for _ in range(2)]
+    for tally, tokens, busy in zip(tallies, (6, 2), (1.5, 0.5), strict=True):
+        for actor in ("target", "draft-0"):
+            tally.actor(actor)
+        stats = RequestStats(started=0.0, prompt_tokens=3)
+        with RequestMeter(tally) as meter:
+            meter.admitted()
+            clock.now += 2.0
+            tally.busy("target", busy)
+            advance(stats, tokens=tokens, asked=tokens, proposed=1, kept=tokens // 6)
+            meter.step(stats, TIMES)
+            meter.finished(FinishReason.STOP)
+        clock.now -= 2.0  # at the same time
+    clock.now += 2.0
+    both = shown(*tallies)
+    assert both["now"]["tokens_per_s"] == pytest.approx(4.0)
+    assert both["now"]["gamma"] == pytest.approx(4.0)
+    assert both["now"]["target_idle"] == pytest.approx(0.5)
+    assert both["now"]["draft_idle"] == 1.0
+    assert both["now"]["acceptance_per_position"] == [0.5]
+    assert both["totals"]["requests"]["stop"] == 2
+    assert (both["totals"]["generated_tokens"], both["totals"]["prompt_tokens"]) == (8, 6)
+    assert [each["generated_tokens"] for each in both["replicas"]] == [6, 2]
+    assert both["history"]["running"][-1] == 2
+
+
+def test_one_pipeline_shows_the_same_alone_as_beside_one_that_does_nothing(tally, clock):
+    stats = RequestStats(started=0.0)
+    with RequestMeter(tally) as meter:
+        meter.admitted()
+        for _ in range(3):
+            clock.now += 0.7
+            tally.busy("target", 0.4)
+            advance(stats, asked=4, sequences=(2, 1), proposed=3, kept=2, tokens=3)
+            meter.step(stats, TIMES)
+    alone, beside = shown(tally), shown(tally, Tally(clock))
+    del alone["replicas"], beside["replicas"]
+    assert beside == alone
+
+
+def test_every_pipeline_has_series_of_its_own_and_each_family_one_description():
+    meters = [Meter(model="demo", replica=name) for name in ("a", "b")]
+    for meter, tokens in zip(meters, (5, 7), strict=True):
+        meter.tally.first_token(tokens, 0.3)
+    text = prometheus([meter.figures() for meter in meters]).decode()
+    prompts = {sample.labels["replica"]: sample.value for sample in samples(text, "duo_ray_prompt_tokens")}
+    counts = {sample.labels["replica"]: sample.value for sample in samples(text, "duo_ray_time_to_first_token_seconds")}
+    assert prompts == {"a": 5.0, "b": 7.0}
+    assert counts == {"a": 0.3, "b": 0.3}  # the last sample of a histogram is its sum
+    assert text.count("# TYPE duo_ray_prompt_tokens_total ") == 1
+
+
+def samples(text, name):
+    (family,) = (each for each in text_string_to_metric_families(text) if each.name == name)
+    return family.samples
+
+
 # --- exposition
 
 
@@ -276,7 +341,7 @@ def test_the_text_has_every_series_with_its_labels_and_vllms_names_unchanged():
         request.step(stats, TIMES)
         advance(stats)
         request.step(stats, TIMES)
-        families = {each.name: each for each in text_string_to_metric_families(meter.prometheus().decode())}
+        families = {each.name: each for each in text_string_to_metric_families(prometheus([meter.figures()]).decode())}
     assert (
         set(families)
         == {series.name for series in SERIES}
@@ -303,7 +368,7 @@ def test_the_text_has_every_series_with_its_labels_and_vllms_names_unchanged():
 
 def test_label_values_from_outside_are_escaped():
     meter = Meter(model='a"b\\c\nd', replica="")
-    (family, *_) = text_string_to_metric_families(meter.prometheus().decode())
+    (family, *_) = text_string_to_metric_families(prometheus([meter.figures()]).decode())
     assert family.samples[0].labels["model_name"] == 'a"b\\c\nd'
 
 
@@ -352,7 +417,7 @@ def test_a_metrics_agent_that_hangs_holds_up_no_step_and_no_reader(tally):
                 advance(stats)
                 meter.step(stats, TIMES)
             assert not hanging.told
-            assert tally.snapshot()["totals"]["generated_tokens"] == 100
+            assert shown(tally)["totals"]["generated_tokens"] == 100
     finally:
         gate.set()
         publisher.close()

@@ -72,7 +72,7 @@ function show(stats) {
 
   const { requests, generated_tokens: tokens, wasted_tokens: wasted, restarts } = stats.totals;
   at("totals").textContent = [
-    `Since the start: ${tokens} tokens`, counts(requests) && `requests: ${counts(requests)}`,
+    stats.replicas.length > 1 && `${stats.replicas.length} replicas`, `Since the start: ${tokens} tokens`, counts(requests) && `requests: ${counts(requests)}`,
     `${wasted} drafted tokens wasted`, counts(restarts) && `restarts: ${counts(restarts)}`,
   ].filter(Boolean).join("; ") + ".";
 }

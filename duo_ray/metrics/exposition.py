@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from ray.util import metrics as ray_metrics
 
+from duo_ray.metrics.figures import Figures
 from duo_ray.metrics.series import SERIES, Kind, Labels, Series, ray_name
 from duo_ray.metrics.tally import Tally
 
@@ -21,32 +23,49 @@ logger = logging.getLogger(__name__)
 PUBLISH_S = 1.0
 
 
-class Exposition(Collector):
-    """A tally as prometheus_client wants to read it."""
+def prometheus(pipelines: Sequence[Figures]) -> bytes:
+    """Every series of every pipeline in Prometheus' text format, version 0.0.4, told apart by the label `replica`.
 
-    def __init__(self, tally: Tally, labels: Mapping[str, str]) -> None:
-        self._tally = tally
-        self._labels = labels
+    Sums are left to the query: a sum made here would fall when a replica ends, which Prometheus takes for a restart.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Exposition(pipelines))
+    return generate_latest(registry)
+
+
+class _Exposition(Collector):
+    """Figures as prometheus_client wants to read them."""
+
+    def __init__(self, pipelines: Sequence[Figures]) -> None:
+        self._pipelines = pipelines
 
     def collect(self) -> Iterator[Metric]:
-        values = {**self._tally.counters(), **self._tally.gauges()}
-        histograms = self._tally.histograms()
-        common = list(self._labels.values())
         for series in SERIES:
-            names = [*self._labels, *series.labels]
-            if series.kind is Kind.HISTOGRAM:
-                counts, total = histograms[series.name]
-                family = HistogramMetricFamily(series.name, series.help, labels=names)
-                bounds = [*map(floatToGoString, series.bounds), "+Inf"]
-                family.add_metric(common, list(zip(bounds, accumulate(counts), strict=True)), total)
-                yield family
-                continue
-            kind = CounterMetricFamily if series.kind is Kind.COUNTER else GaugeMetricFamily
-            metric = kind(series.name, series.help, labels=names)
-            for (name, labels), value in values.items():
-                if name == series.name:
-                    metric.add_metric([*common, *labels], value)
-            yield metric
+            names = ["model_name", "replica", *series.labels]
+            family = _FAMILIES[series.kind](series.name, series.help, labels=names)
+            for pipeline in self._pipelines:
+                _add(family, series, pipeline)
+            yield family
+
+
+_FAMILIES: dict[Kind, Any] = {
+    Kind.COUNTER: CounterMetricFamily,
+    Kind.GAUGE: GaugeMetricFamily,
+    Kind.HISTOGRAM: HistogramMetricFamily,
+}
+
+
+def _add(family: Any, series: Series, pipeline: Figures) -> None:
+    common = [pipeline.model_name, pipeline.replica]
+    if series.kind is Kind.HISTOGRAM:
+        counts, total = pipeline.histograms[series.name]
+        bounds = [*map(floatToGoString, series.bounds), "+Inf"]
+        family.add_metric(common, list(zip(bounds, accumulate(counts), strict=True)), total)
+        return
+    values = pipeline.counters if series.kind is Kind.COUNTER else pipeline.gauges
+    for (name, labels), value in values.items():
+        if name == series.name:
+            family.add_metric([*common, *labels], value)
 
 
 class RayPublisher:

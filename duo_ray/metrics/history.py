@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 HISTORY_S = 300
 """How many seconds are kept."""
@@ -41,15 +41,46 @@ class Second:
     queued: int = 0
     """Running and queued are the most there were."""
 
+    def copy(self) -> Second:
+        return replace(
+            self,
+            busy=dict(self.busy),
+            blocks=Counter(self.blocks),
+            proposed=Counter(self.proposed),
+            accepted=Counter(self.accepted),
+        )
+
+
+SUMMED = tuple(each.name for each in fields(Second) if each.name not in ("active", "busy"))
+
+
+def together(parts: Mapping[str, Second]) -> Second:
+    """The same second of several pipelines, by name, as one: active as long as the longest, the actors told apart."""
+    whole = Second(active=max(part.active for part in parts.values()))
+    for pipeline, part in parts.items():
+        whole.busy |= {actor_of(pipeline, actor): seconds for actor, seconds in part.busy.items()}
+        for name in SUMMED:
+            setattr(whole, name, getattr(whole, name) + getattr(part, name))
+    return whole
+
+
+def actor_of(pipeline: str, actor: str) -> str:
+    """What `together` calls an actor."""
+    return f"{pipeline}/{actor}"
+
 
 class History:
     """The entries of the last `HISTORY_S` seconds. Times are seconds since the epoch."""
 
-    def __init__(self) -> None:
-        self._seconds: dict[int, Second] = {}
+    def __init__(self, seconds: dict[int, Second] | None = None) -> None:
+        self._seconds = {} if seconds is None else seconds
 
     def __len__(self) -> int:
         return len(self._seconds)
+
+    def copy(self) -> dict[int, Second]:
+        """The entries as they are now, by second."""
+        return {at: second.copy() for at, second in self._seconds.items()}
 
     def at(self, time: float) -> Second:
         """The entry of that second; those too old for it are dropped."""

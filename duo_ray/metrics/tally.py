@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from duo_ray.metrics.history import LONGER_S, RECENT_S, History, Window
+from duo_ray.metrics.figures import Figures
+from duo_ray.metrics.history import RECENT_S, History
 from duo_ray.metrics.series import (
     ACCEPTED_PER_POSITION,
     ACCEPTED_TOKENS,
@@ -232,28 +232,22 @@ class Tally:
                 each.pending = []
         return taken
 
-    def snapshot(self) -> dict[str, Any]:
-        """Live figures for people: what `GET /stats` answers and the page draws."""
-        drafts = [actor for actor in self.actors if actor != "target"]
-        now = self.clock()
+    def figures(self, *, model: str = "", replica: str = "") -> Figures:
+        """All of it as it is now."""
         with self._lock:
             self._count_active()
-            recent, longer = self._history.last(RECENT_S, now), self._history.last(LONGER_S, now)
-            return {
-                "uptime_s": round(now - self.started, 1),
-                "running": self._running,
-                "queued": self._queued,
-                "now": {
-                    **_figures(recent, drafts),
-                    "tokens_per_s": _rounded(recent.tokens_per_s or 0.0),
-                    "speedup_estimate": _rounded(recent.speedup),
-                    "round_overhead_ms": _ms(recent.overhead),
-                    "acceptance_per_position": longer.acceptance,
-                    "sequences_per_block": {str(number): count for number, count in sorted(longer.blocks.items())},
-                },
-                "history": _columns([{**_figures(each, drafts), **_load(each)} for each in self._history.past(now)]),
-                "totals": _totals(self._counters),
-            }
+            history = self._history.copy()
+        return Figures(
+            model_name=model,
+            replica=replica,
+            time=self.clock(),
+            started=self.started,
+            actors=tuple(self.actors),
+            counters=self.counters(),
+            gauges=self.gauges(),
+            histograms=self.histograms(),
+            history=history,
+        )
 
     # --- with the lock held
 
@@ -273,48 +267,3 @@ class Tally:
     def _note_load(self) -> None:
         second = self._history.at(self.clock())
         second.running, second.queued = max(second.running, self._running), max(second.queued, self._queued)
-
-
-def _figures(window: Window, drafts: Sequence[str]) -> dict[str, float | None]:
-    return {
-        "gamma": _rounded(window.gamma),
-        "sequences": _rounded(window.sequences),
-        "t_target_ms": _ms(window.t_target),
-        "t_draft_ms": _ms(window.t_draft),
-        "target_idle": _rounded(window.idle("target")),
-        "draft_idle": _rounded(window.idle(*drafts)),
-    }
-
-
-def _load(second: Window) -> dict[str, float | None]:
-    return {"tokens_per_s": second.tokens, "running": second.running, "queued": second.queued}
-
-
-def _columns(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
-    """One list per figure, oldest first, a value a second; None where nothing happened."""
-    return {name: [row[name] for row in rows] for name in rows[0]}
-
-
-def _totals(counters: Mapping[tuple[str, Labels], float]) -> dict[str, Any]:
-    def labelled(name: str) -> dict[str, int]:
-        return {labels[0]: int(value) for (each, labels), value in counters.items() if each == name}
-
-    return {
-        "requests": labelled(REQUESTS),
-        "prompt_tokens": int(counters[PROMPT_TOKENS, ()]),
-        "generated_tokens": int(counters[GENERATED_TOKENS, ()]),
-        "draft_tokens": int(counters[DRAFT_TOKENS, ()]),
-        "accepted_tokens": int(counters[ACCEPTED_TOKENS, ()]),
-        "wasted_tokens": int(counters[WASTED_TOKENS, ()]),
-        "target_steps": int(counters[TARGET_STEPS, ()]),
-        "plain_steps": labelled(PLAIN_STEPS),
-        "restarts": labelled(RESTARTS),
-    }
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1000, 2)

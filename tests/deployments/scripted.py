@@ -23,6 +23,7 @@ from duo_ray.core.decode import decode
 from duo_ray.core.gamma import Plan
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
+from duo_ray.metrics import Figures, Meter
 from duo_ray.models.scripted import ScriptedDraft, ScriptedTarget, Table, random_table
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.types import Delta, DuoRayError, Finished, Ids, Request
@@ -113,6 +114,7 @@ class ScriptedEngine:
         self.model_name = "scripted"
         self.table = table or says(ANSWER)
         self.pause = pause
+        self.meter = Meter(model="scripted", replica="only")
         self.health: DuoRayError | None = None
         self.requests: list[Request] = []
         self.running: set[str] = set()
@@ -150,11 +152,8 @@ class ScriptedEngine:
         if self.health is not None:
             raise self.health
 
-    def snapshot(self) -> dict[str, object]:
-        return {"running": len(self.running)}
-
-    def prometheus(self) -> bytes:
-        return b"# HELP duo_ray_running Requests in work\n# TYPE duo_ray_running gauge\nduo_ray_running 0.0\n"
+    async def figures(self) -> list[Figures]:
+        return [self.meter.figures()]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from ray import serve
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
 
 import deployments
+from duo_ray.metrics import snapshot
 from tests.deployments.conftest import free_ports, ray_directory, running
 from tests.deployments.tiny_pair import PROMPT, tiny_pair
 
@@ -154,16 +155,14 @@ def nodes(role):
 
 
 def tokens_by_replica(handle, count):
-    """Tokens each of `count` replicas has generated, asked until every one has answered."""
-    found = {}
+    """Tokens each of `count` replicas has generated, as any one of them tells it."""
 
-    def complete():
-        figures = handle.snapshot.remote().result(timeout_s=60)
-        found[figures["replica"]] = figures["totals"]["generated_tokens"]
-        return len(found) == count
+    def told():
+        figures = handle.figures.remote().result(timeout_s=60)
+        return figures if len(figures) == count else None
 
-    until(complete, f"{count} replicas")
-    return found
+    figures = until(told, f"figures of {count} replicas")
+    return {each["replica"]: each["generated_tokens"] for each in snapshot(figures)["replicas"]}
 
 
 def test_load_brings_a_second_replica_on_nodes_of_its_own_and_its_end_takes_it_away(handle):

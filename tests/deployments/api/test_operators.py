@@ -20,11 +20,13 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
 def test_metrics_are_prometheus_text(http: httpx.Client) -> None:
     response = http.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert "duo_ray_running 0.0" in response.text
+    assert 'duo_ray_running{model_name="scripted",replica="only"} 0.0' in response.text
 
 
-def test_stats_are_the_engines(http: httpx.Client) -> None:
-    assert http.get("/stats").json() == {"running": 0}
+def test_stats_are_json_for_people(http: httpx.Client) -> None:
+    stats = http.get("/stats").json()
+    assert (stats["model_name"], stats["running"], stats["queued"]) == ("scripted", 0, 0)
+    assert [each["replica"] for each in stats["replicas"]] == ["only"]
 
 
 def test_the_version_is_the_packages(http: httpx.Client) -> None:
