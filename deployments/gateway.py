@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
 
@@ -9,6 +10,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.errors import ApiError, as_api_error
+
+GUARDED = ("/v1/", "/stats", "/metrics")
+"""Where the key is asked for: what is open (health, version, the documentation, the page) tells nothing of the use."""
+BODY_LIMIT_S = 60.0
+"""How long a request's body may take: until it is there, the request takes the place of another one."""
 
 
 class Gateway:
@@ -18,7 +24,7 @@ class Gateway:
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, body_bytes: int) -> None:
-        """`api_key` guards all paths below /v1; None: everyone may ask. A body may hold `body_bytes`."""
+        """`api_key` guards what is in GUARDED; None: everyone may ask. A body may hold `body_bytes`."""
         self._app = app
         self._api_key = None if api_key is None else api_key.encode()
         self._body_bytes = body_bytes
@@ -52,7 +58,7 @@ class Gateway:
             await refusal.response()(scope, receive, sender)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
-        if self._api_key is not None and path.startswith("/v1/"):
+        if self._api_key is not None and path.startswith(GUARDED):
             scheme, _, given = headers.get("authorization", "").partition(" ")
             right = hmac.compare_digest(given.encode(), self._api_key)  # takes as long for any key
             if not right or scheme.lower() != "bearer":
@@ -70,13 +76,22 @@ class Gateway:
         return ApiError(413, f"the body is larger than this server's limit of {self._body_bytes} bytes")
 
     def _limited(self, receive: Receive) -> Receive:
-        """A body that states no length, or a wrong one, is counted as it comes."""
-        taken = 0
+        """A body that states no length, or a wrong one, is counted as it comes, and it must come in time."""
+        taken, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + BODY_LIMIT_S
 
         async def counted() -> Message:
-            nonlocal taken
-            message = await receive()
+            nonlocal taken, complete
+            if complete:
+                return await receive()  # to learn that the client is gone
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                words = f"the body was not complete within {BODY_LIMIT_S:g} s"
+                raise ApiError(408, words, code="timeout", headers={"Connection": "close"}) from None
             taken += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
             if taken > self._body_bytes:
                 raise self._too_large()
             return message

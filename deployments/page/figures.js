@@ -88,14 +88,14 @@ export async function watch(headers, refused) {
     let pause = 1000;
     if (!document.hidden) {
       try {
-        const response = await fetch("stats", { headers: headers() });
+        const sent = headers(), response = await fetch("stats", { headers: sent });
         if (response.ok) {
           show(await response.json());
           state("ok", "running");
         } else {
           const error = await refusal(response);
           state("away", response.status === 401 ? "wants a key" : `status ${response.status}`);
-          if (response.status === 401) refused(error);
+          if (response.status === 401 && sent.Authorization === headers().Authorization) refused(error);
           pause = 3000;
         }
       } catch {

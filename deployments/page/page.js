@@ -152,8 +152,10 @@ function compare() {
 }
 
 function wantKey() {
+  if (!at("key-form").hidden) return;  // asked already: whoever types elsewhere is left alone
   at("key-form").hidden = false;
-  if (document.activeElement === document.body || document.activeElement === at("prompt")) at("key").focus();
+  const idle = document.activeElement === document.body || (document.activeElement === at("prompt") && !at("prompt").value);
+  if (idle) at("key").focus();
 }
 
 // --- the log

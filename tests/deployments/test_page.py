@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from duo_ray.core.stats import RequestStats
-from duo_ray.metrics import Meter, StepTimes
+from duo_ray.metrics import StepTimes, snapshot
 from duo_ray.types import Delta, DuoRayError, Finished, Origin, Overloaded, Request
 from tests.deployments.scripted import ScriptedEngine, says, served
 
@@ -33,7 +33,6 @@ class MeteredEngine(ScriptedEngine):
 
     def __init__(self, answer: str = ANSWER, **options: object) -> None:
         super().__init__(says(answer), **options)
-        self.meter = Meter(model="scripted")
         for actor in ("target", "draft-0"):
             self.meter.tally.actor(actor)
         self.failure: DuoRayError | None = None
@@ -63,9 +62,6 @@ class MeteredEngine(ScriptedEngine):
     def _fail(self, steps: int) -> None:
         if self.failure is not None and steps == self.fails_after:
             raise self.failure
-
-    def snapshot(self) -> dict[str, object]:
-        return self.meter.snapshot()
 
 
 async def _numbered(items: AsyncIterator[Delta | Finished]) -> AsyncIterator[tuple[int, Delta | Finished]]:
@@ -267,7 +263,7 @@ def test_stopping_ends_the_work_on_the_server(browser, how):
         expect(page.locator(".under")).to_contain_text("stopped")
         eventually(lambda: not engine.running)
         expect(page.locator("#send")).to_be_visible()
-        eventually(lambda: engine.snapshot()["totals"]["requests"]["cancelled"] == 1)
+        eventually(lambda: snapshot([engine.meter.figures()])["totals"]["requests"]["cancelled"] == 1)
 
 
 # --- what can go wrong
@@ -278,11 +274,13 @@ def test_a_server_that_wants_a_key_gets_it_and_answers_the_question(browser):
         page.fill("#prompt", "Why do things fall?")
         page.keyboard.press("Enter")
         expect(page.locator(".error")).to_contain_text("API key")
+        expect(page.locator("#state-text")).to_have_text("wants a key")
         page.fill("#key", KEY)
         page.keyboard.press("Enter")
         expect(page.locator(".text[aria-busy=false]")).to_have_count(1)
         assert page.locator(".text").text_content() == ANSWER
         expect(page.locator("#key-form")).to_be_hidden()
+        expect(page.locator("#state-text")).to_have_text("running")
 
 
 def test_a_wrong_key_is_refused_in_words_and_asked_for_again(browser):

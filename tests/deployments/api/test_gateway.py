@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import httpx
 import openai
 import pytest
 
+from deployments import gateway
 from deployments.openai_api import create_api
 from tests.deployments.api.calls import CHAT, chat
 from tests.deployments.scripted import ANSWER, ScriptedEngine, served
 
 
-def test_a_key_is_asked_for_under_v1_only() -> None:
+def test_a_key_is_asked_for_where_models_work_and_figures_are_shown() -> None:
     with served(ScriptedEngine(settings={"serving.api_key": "s3cret"})) as url:
         with httpx.Client(base_url=url, timeout=60) as http:
-            assert http.get("/version").status_code == 200
+            for path in ("/", "/docs", "/health", "/version"):
+                assert http.get(path).status_code == 200
+            for path in ("/v1/models", "/stats", "/metrics"):
+                assert http.get(path).status_code == 401
+                assert http.get(path, headers={"Authorization": "Bearer s3cret"}).status_code == 200
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic s3cret"}):
                 response = http.post("/v1/chat/completions", content=b"{", headers=headers)
                 assert response.status_code == 401
@@ -49,6 +55,16 @@ def test_a_body_over_the_limit_is_too_large(stated: bool) -> None:
         assert response.status_code == 413
         assert "limit of 1024 bytes" in response.json()["error"]["message"]
         assert chat(http)["choices"]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "BODY_LIMIT_S", 0.5)
+    head = "Host: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    with socket.create_connection((http.base_url.host, http.base_url.port), timeout=60) as connection:
+        connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}{{".encode())
+        status, *_, body = connection.makefile("rb").read().decode().split("\r\n")
+    assert status.split()[1] == "408"
+    assert json.loads(body)["error"]["message"] == "the body was not complete within 0.5 s"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +133,7 @@ def test_odd_text_is_text(http: httpx.Client, text: str) -> None:
 
 def test_a_failure_of_our_own_is_told_without_details(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(ScriptedEngine):
-        def snapshot(self):
+        async def figures(self):
             raise RuntimeError("secret")
 
     with served(Broken()) as url, httpx.Client(base_url=url, timeout=60) as http:
