@@ -22,16 +22,18 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray._private.services import canonicalize_bootstrap_address
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from deployments.replica import Replica
+from deployments.routing import Router
 from duo_ray.actors.launch import COORDINATOR_MEMORY, connect, prefer_busy_workers, tags_of_cluster
 from duo_ray.actors.prepare import plan_footprint
 from duo_ray.config import Config, load_config
 from duo_ray.hardware.machine import detect_machine
 
-LIGHT_REQUESTS = 16
-"""How many requests that generate nothing (health, metrics, the page) get through while all places are taken."""
+LIGHT_REQUESTS = 1000
+"""How many requests that generate nothing get through while all places are taken: health, metrics, the page, what is to
+be refused, and those whose body is still on its way."""
 METRICS_INTERVAL_S = 2.0
 """How often running requests are reported to the autoscaler; Ray's 10 s would be most of the delay before a replica."""
 LOOK_BACK_S = 6.0
@@ -67,10 +69,12 @@ def app(arguments: Arguments) -> Application:
         placement_group_bundles=bundles,
         placement_group_strategy="PACK",
         ray_actor_options={"num_cpus": 0, "memory": COORDINATOR_MEMORY},
-        # Requests wait in the replica, in the order they came; Serve's own queue serves while no replica is ready.
+        # Requests wait in the replica, in the order they came; the router's queue serves while no replica is ready.
         max_ongoing_requests=slots + serving.queue + LIGHT_REQUESTS,
-        max_queued_requests=slots + serving.queue,
-        backpressure_config={"status_code": 503, "retry_after_s": serving.retry_after_s},
+        request_router_config=RequestRouterConfig(
+            request_router_class=Router,
+            request_router_kwargs={"queue": slots + serving.queue, "retry_after_s": serving.retry_after_s},
+        ),
         graceful_shutdown_timeout_s=serving.drain_s,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=2,

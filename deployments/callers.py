@@ -1,50 +1,66 @@
-"""Programs that call a replica and die: Ray does not tell an actor that whoever waits for its answer is gone."""
+"""Processes that call a replica and die: Ray does not tell an actor that whoever waits for its answer is gone."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 
+import ray
+from ray import WorkerID
 from ray._private.state import state as cluster_state
+from ray.core.generated.gcs_pb2 import WorkerTableData
+
+Caller = tuple[str, str]
+"""Ids of a process of the cluster (of Ray's "worker", which a driver is, too) and of its node."""
 
 PERIOD_S = 1.0
 
 
 class Callers:
-    """Ends the streams of Ray jobs that have ended.
+    """Ends the answers that nobody waits for any more.
 
     Args:
-        end: called with the request id of such a stream.
-        dead_jobs: ids of the jobs that have ended; it may block.
+        end: called with the request id of such an answer.
+        dead: which of these callers are gone; it may block.
     """
 
     def __init__(
-        self, end: Callable[[str], Awaitable[None]], *, dead_jobs: Callable[[], set[str]] | None = None
+        self,
+        end: Callable[[str], Awaitable[None]],
+        *,
+        dead: Callable[[Collection[Caller]], Collection[Caller]] | None = None,
     ) -> None:
         self._end = end
-        self._dead_jobs = dead_jobs or _dead_jobs
-        self._jobs: dict[str, str] = {}
+        self._dead = dead or _dead
+        self._callers: dict[str, Caller] = {}
         self._watch: asyncio.Task[None] | None = None
 
     @contextmanager
-    def waiting(self, request_id: str, job: str) -> Iterator[None]:
-        """Within this block a program of the job `job` waits for the request's answer."""
-        self._jobs[request_id] = job
+    def waiting(self, request_id: str, caller: Caller) -> Iterator[None]:
+        """Within this block `caller` waits for the request's answer."""
+        self._callers[request_id] = caller
         if self._watch is None or self._watch.done():
             self._watch = asyncio.get_running_loop().create_task(self._look())
         try:
             yield
         finally:
-            del self._jobs[request_id]
+            del self._callers[request_id]
 
     async def _look(self) -> None:
-        while self._jobs:
-            dead = await asyncio.to_thread(self._dead_jobs)
-            for request_id in [each for each, job in self._jobs.items() if job in dead]:
+        while self._callers:
+            dead = await asyncio.to_thread(self._dead, set(self._callers.values()))
+            for request_id in [each for each, caller in self._callers.items() if caller in dead]:
                 await self._end(request_id)
             await asyncio.sleep(PERIOD_S)
 
 
-def _dead_jobs() -> set[str]:
-    return {job["JobID"] for job in cluster_state.job_table() if job["IsDead"]}
+def _dead(callers: Collection[Caller]) -> Collection[Caller]:
+    """Those whose process Ray has seen die, or whose node; one that Ray does not know (any more) counts as alive."""
+    nodes = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
+    return {caller for caller in callers if caller[1] in nodes or not _alive(caller[0])}
+
+
+def _alive(worker: str) -> bool:
+    told = cluster_state._connect_and_get_accessor().get_worker_info(WorkerID.from_hex(worker))
+    return told is None or bool(WorkerTableData.FromString(told).is_alive)

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.util.placement_group import get_current_placement_group
 
-from deployments.callers import Callers
+from deployments.callers import Caller, Callers
 from deployments.openai_api import create_api
 from duo_ray.actors.coordinator import Coordinator
 from duo_ray.actors.launch import plain_error, start_models
@@ -82,19 +82,19 @@ class Replica:
         self._slots = info.target.slots
 
     async def stream(
-        self, prompt: Prompt | Request, *, job: str | None = None, **options: Any
+        self, prompt: Prompt | Request, *, caller: Caller | None = None, **options: Any
     ) -> AsyncGenerator[Delta | Finished, None]:
         """Tokens of one answer as they become certain, then `Finished`; see `Engine.stream`.
 
         Args:
-            job: id of the caller's Ray job; the stream ends with it. A caller that only goes away cancels by itself.
+            caller: who waits for it, which the router puts in; the stream ends with that process.
         """
         request = self._request(prompt, options)
         if self._streams >= self._slots + self.config.serving.queue:
             raise Overloaded(self._streams - self._slots, self.config.serving.retry_after_s)
         self._streams += 1
         try:
-            with contextlib.nullcontext() if job is None else self._callers.waiting(request.request_id, job):
+            with contextlib.nullcontext() if caller is None else self._callers.waiting(request.request_id, caller):
                 async with contextlib.aclosing(self._coordinator.generate(request)) as items:
                     async for item in items:
                         yield item

@@ -118,17 +118,16 @@ class _DirectStreams:
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle.options(stream=True)
-        self._job = ray.get_runtime_context().get_job_id()
 
     def open(self, prompt: Prompt, options: dict[str, Any]) -> Items:
-        response = self._handle.stream.remote(prompt, job=self._job, **options)
+        response = self._handle.stream.remote(prompt, **options)
         try:
             yield from response
         finally:
             response.cancel()  # of no effect on a stream that has ended
 
     async def aopen(self, prompt: Prompt, options: dict[str, Any]) -> AsyncItems:
-        response = self._handle.stream.remote(prompt, job=self._job, **options)
+        response = self._handle.stream.remote(prompt, **options)
         try:
             async for item in response:
                 yield item
@@ -234,6 +233,6 @@ def _user_errors() -> Iterator[None]:
     except RayError as error:
         raise plain_error(error) from error
     except BackPressureError as error:
-        raise Overloaded(error.num_queued_requests, math.ceil(error.retry_after_s or 1)) from error
+        raise Overloaded(error.args[0], math.ceil(error.retry_after_s or 1)) from error
     except RayServeException as error:
         raise DuoRayError(str(error)) from error

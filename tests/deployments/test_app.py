@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import time
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import httpx
 import psutil
 import pytest
 from ray import serve
+from ray.exceptions import RayActorError
 
 from duo_ray.config import load_config
 from duo_ray.models.catalog import resolve_target
@@ -101,6 +103,38 @@ def test_a_cancelled_handle_stream_frees_its_slot(handle, service):
         stream = handle.options(stream=True).stream.remote("Tell a long story.", **LONG)
         next(stream)
         stream.cancel()
+
+
+def test_a_handle_stream_that_is_dropped_frees_its_slot(handle, service):
+    with one_cancelled(service.url):
+        stream = handle.options(stream=True).stream.remote("Tell a long story.", **LONG)
+        next(stream)
+        del stream
+
+
+def test_another_application_that_is_killed_frees_its_slot(handle, service):
+    @serve.deployment(ray_actor_options={"num_cpus": 0})
+    class Asker:
+        def __init__(self):
+            self.model = serve.get_app_handle("default")
+
+        def pid(self):
+            return os.getpid()
+
+        async def ask(self):
+            await self.model.generate.remote("Tell a long story.", **LONG)
+
+    asker = serve.run(Asker.bind(), name="asker", route_prefix=None)
+    try:
+        pid = asker.pid.remote().result()
+        with one_cancelled(service.url):
+            answer = asker.ask.remote()
+            wait_for_load(service.url, 1, 0)
+            psutil.Process(pid).kill()
+        with pytest.raises(RayActorError):
+            answer.result()
+    finally:
+        serve.delete("asker")
 
 
 def test_fifty_streams_closed_at_random_moments_leave_every_slot_free(service):

@@ -71,12 +71,11 @@ def test_tags_of_the_cluster_are_asked_for(monkeypatch):
     assert draft == {"CPU": 1.0, "draft_cpu": 1.0}
 
 
-def test_a_full_queue_answers_503_and_when_to_come_again():
+def test_as_many_requests_may_wait_while_no_replica_is_ready_as_one_takes():
     deployment = built(**{"serving.queue": 3, "serving.retry_after_s": 7, "models.target.slots": 2})
     assert deployment.max_ongoing_requests > 2 + 3
-    assert deployment.max_queued_requests == 2 + 3
-    assert deployment.backpressure_config.status_code == 503
-    assert deployment.backpressure_config.retry_after_s == 7
+    assert deployment.max_queued_requests == -1  # Serve's own limit, which would come first
+    assert deployment._deployment_config.request_router_config.request_router_kwargs == {"queue": 5, "retry_after_s": 7}
 
 
 def test_replicas_follow_the_load_between_their_bounds():

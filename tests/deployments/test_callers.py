@@ -1,4 +1,4 @@
-"""Streams of programs that died, without Ray."""
+"""Answers to processes that died, without Ray."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from deployments import callers
 from deployments.callers import Callers
 
 
-def test_only_streams_of_dead_jobs_are_ended(monkeypatch):
+def test_only_what_the_dead_have_asked_for_is_ended(monkeypatch):
     monkeypatch.setattr(callers, "PERIOD_S", 0.01)
-    dead, ended = {"01"}, []
+    gone, alive, going = ("01", "node"), ("02", "node"), ("03", "node")
+    dead, ended = {gone}, []
 
     async def end(request_id):
         ended.append(request_id)
 
     async def watch():
-        waiting = Callers(end, dead_jobs=lambda: dead)
-        with waiting.waiting("first", "01"), waiting.waiting("second", "02"), waiting.waiting("third", "03"):
+        waiting = Callers(end, dead=lambda asked: dead & asked)
+        with waiting.waiting("first", gone), waiting.waiting("second", alive), waiting.waiting("third", going):
             while "first" not in ended:
                 await asyncio.sleep(0.01)
-            dead.add("03")
+            dead.add(going)
             while "third" not in ended:
                 await asyncio.sleep(0.01)
-        with waiting.waiting("fourth", "03"):  # after a while in which nobody waited
+        with waiting.waiting("fourth", going):  # after a while in which nobody waited
             while "fourth" not in ended:
                 await asyncio.sleep(0.01)
 

@@ -87,21 +87,32 @@ def test_a_second_address_in_one_process_is_refused(client):
         DuoClient("127.0.0.1:1")
 
 
-PROGRAM = """
+CLIENT = """
 import sys
 from duo_ray import DuoClient
 with DuoClient(sys.argv[1]) as client:
     for item in client.stream("Tell a long story.", max_tokens=560, temperature=0.0, ignore_eos=True):
         print("token", flush=True)
 """
+HANDLE = """
+import sys
+import ray
+from ray import serve
+ray.init(sys.argv[1], logging_level="ERROR")
+handle = serve.get_app_handle("default").options(stream=True)
+for item in handle.stream.remote("Tell a long story.", max_tokens=560, temperature=0.0, ignore_eos=True):
+    print("token", flush=True)
+"""
 
 
-@pytest.mark.parametrize("way", ["ray_address", "client_address"])
-def test_a_client_that_is_killed_leaves_no_work_behind(service, way):
+@pytest.mark.parametrize(
+    ("code", "way"), [(CLIENT, "ray_address"), (CLIENT, "client_address"), (HANDLE, "ray_address")]
+)
+def test_a_program_that_is_killed_leaves_no_work_behind(service, code, way):
     """Case 18: nobody is left to cancel."""
     with one_cancelled(service.url):
         program = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, getattr(service, way)],
+            [sys.executable, "-c", code, getattr(service, way)],
             stdout=subprocess.PIPE,
             env={**os.environ, "RAY_CLIENT_RECONNECT_GRACE_PERIOD": "0"},  # Ray Client's own wait, 30 s
         )
