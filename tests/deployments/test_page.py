@@ -32,7 +32,7 @@ class MeteredEngine(ScriptedEngine):
     """Scripted models whose steps feed the figures, and that can be told to fail."""
 
     def __init__(self, answer: str = ANSWER, **options: object) -> None:
-        super().__init__(says(answer), **options)
+        super().__init__(says(answer, peak=25.0), **options)  # the page samples: no slips of the tongue
         for actor in ("target", "draft-0"):
             self.meter.tally.actor(actor)
         self.failure: DuoRayError | None = None
