@@ -31,7 +31,7 @@ class QueueFull(BackPressureError):  # type: ignore[misc]
 
 
 class Router(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
-    """Serve's own choice of a replica. Beside it, the replica is told who asks, and who waits too long is refused.
+    """Serve's own choice of a replica. Beside it, the replica is told who asks, and not too many wait.
 
     A replica learns neither of a caller's death nor that it has dropped a stream without cancelling it: it would go on
     to the last token. So it gets the ids of the caller's process and node to look after, and a stream that nobody holds
@@ -42,8 +42,8 @@ class Router(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         """Called by Serve with `request_router_kwargs`.
 
         Args:
-            queue: requests that may wait here for each replica (and while there is none).
-            retry_after_s: what others are told.
+            queue: requests that may wait here while no replica has a place for them.
+            retry_after_s: what others are told then.
         """
         self._queue, self._retry_after_s = queue, retry_after_s
         self._waiting = 0
@@ -53,8 +53,8 @@ class Router(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        # Serve's own limit (max_queued_requests) does not know how many replicas there are, and answers in plain text.
-        if not is_retry and self._waiting >= self._queue * max(1, len(self.curr_replicas)):
+        # Serve's own limit (max_queued_requests) refuses a burst though there is place, and answers in plain text.
+        if not is_retry and self._waiting >= self._queue and not self.select_available_replicas():
             raise QueueFull(self._waiting, self._queue, 503, self._retry_after_s)
         if pending_request.metadata.call_method in ANSWERS:
             pending_request.kwargs["caller"] = self._caller
@@ -68,5 +68,11 @@ class Router(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         """Called by Serve when a replica has taken a request; `result` is what its caller holds."""
         asked = pending_request.metadata
         if asked.call_method in ANSWERS and asked.is_streaming and asked._by_reference:  # over gRPC it ends by itself
-            dropped = weakref.finalize(result, ray.cancel, result.to_object_ref_gen())
+            items = result.to_object_ref_gen()
+            dropped = weakref.finalize(items, _cancel, items.completed())
             dropped.atexit = False  # the process' end is seen by the replica
+
+
+def _cancel(end: ray.ObjectRef) -> None:
+    if ray.is_initialized():  # of no effect on a stream that has ended
+        ray.cancel(end)
