@@ -84,26 +84,46 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
         DuoRayError: no such file, or a line that holds none of these, by its number.
     """
+    prompts = []
+    for number, line in read_lines(path):
+        try:
+            prompts.append(parse_prompt(line))
+        except DuoRayError as error:
+            raise DuoRayError(f"{path.name}, line {number}: {error}") from None
+    return prompts
+
+
+def read_lines(path: Path) -> list[tuple[int, str]]:
+    """The lines of a file that are not blank, with their numbers.
+
+    Raises:
+        DuoRayError: no such file, or no such line.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise DuoRayError(f"{path}: {error.strerror or error}") from None
-    prompts = [_prompt(line, f"{path.name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
+    found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
         raise DuoRayError(f'{path} has no prompts: write one JSON object a line, such as {{"prompt": "..."}}')
-    return prompts
+    return found
 
 
-def _prompt(line: str, where: str) -> Prompt:
+def parse_prompt(line: str) -> Prompt:
+    """The prompt on one line; see `read_prompts`.
+
+    Raises:
+        DuoRayError: it holds none.
+    """
     try:
         entry = json.loads(line)
     except ValueError as error:
-        raise DuoRayError(f"{where}: not JSON: {error}") from None
+        raise DuoRayError(f"not JSON: {error}") from None
     found = None
     if isinstance(entry, Mapping):
         turns = entry.get("turns")
         first = turns[0] if isinstance(turns, list) and turns else None
         found = next((value for value in (entry.get("prompt"), entry.get("messages"), first) if value), None)
     if not isinstance(found, str | list):
-        raise DuoRayError(f"{where}: needs `prompt` (a text), `messages` (a list) or `turns` (a list of texts)")
+        raise DuoRayError("needs `prompt` (a text), `messages` (a list) or `turns` (a list of texts)")
     return found
