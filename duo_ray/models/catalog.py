@@ -34,6 +34,9 @@ Progress = Callable[[str, float], None]
 DEFAULT_CONTEXT = 4096
 """`max_seq_len: auto` goes no further: memory is reserved for every token of it."""
 
+CHOSEN_DRAFT = "draft.json"
+"""In a directory of .gguf files: {"file": ...}, the one that it stands for as a draft."""
+
 _FORMAT = 1
 """Part of the cache key: raise it when what is written here changes."""
 
@@ -122,7 +125,7 @@ def resolve_draft(name: str, quant: str = "auto", *, threads: int = 1, progress:
     """Find the .gguf file of a draft model, quantising it where `quant` is not there yet.
 
     Args:
-        quant: a llama.cpp quantisation, or auto for the file as it is.
+        quant: a llama.cpp quantisation, or auto for the file as it is (of several, the one that `CHOSEN_DRAFT` names).
         threads: CPU threads for quantising.
 
     Raises:
@@ -136,6 +139,8 @@ def resolve_draft(name: str, quant: str = "auto", *, threads: int = 1, progress:
     if not files:
         _refuse_draft(path)
     if quant == "auto":
+        if chosen := _chosen(path):
+            return read_gguf(chosen).path
         if len(files) > 1:
             kinds = ", ".join(f"{file.name} ({_quant_of(file)})" for file in files)
             raise CatalogError(f"{path} holds {len(files)} models: {kinds}; set models.draft.quant, or name one file")
@@ -241,6 +246,12 @@ def _only_gguf(folder: Path) -> Path:
     if any(folder.glob("*.bin")):
         raise CatalogError(f"{folder} has weights as .bin only: save them as safetensors (model.save_pretrained)")
     raise CatalogError(f"{folder} has neither *.safetensors nor *.gguf")
+
+
+def _chosen(path: Path) -> Path | None:
+    """The file that a directory names as its draft."""
+    choice = path / CHOSEN_DRAFT
+    return path / str(_read_json(choice).get("file")) if choice.is_file() else None
 
 
 def _refuse_draft(folder: Path) -> NoReturn:

@@ -316,6 +316,15 @@ class TestDraft:
         with pytest.raises(CatalogError, match=r"holds 2 models: a\.gguf \(Q8_0\), b\.gguf \(unknown\); set models"):
             resolve_draft(str(tmp_path))
 
+    def test_a_directory_may_say_which_of_its_files_it_stands_for(self, tmp_path: Path) -> None:
+        coarse, chosen = write_gguf(tmp_path / "a-Q2_K.gguf"), write_gguf(tmp_path / "a-Q4_0.gguf")
+        (tmp_path / "draft.json").write_text('{"file": "a-Q4_0.gguf"}')
+        assert resolve_draft(str(tmp_path)) == chosen
+        assert resolve_draft(str(tmp_path), "Q2_K") == coarse
+        chosen.unlink()
+        with pytest.raises(GgufError, match=r"a-Q4_0\.gguf"):
+            resolve_draft(str(tmp_path))
+
     def test_projectors_and_further_shards_are_no_models(self, tmp_path: Path) -> None:
         first = write_gguf(tmp_path / "m-00001-of-00002.gguf")
         write_gguf(tmp_path / "m-00002-of-00002.gguf")
