@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from duo_ray.actors.node import find_here, node_id
 from duo_ray.hardware.cores import pin
 from duo_ray.hardware.pages import collapse_pages
 from duo_ray.models.catalog import resolve_gguf_target, resolve_target
+from duo_ray.models.silence import silence_transformers
 from duo_ray.types import DraftProbs, TargetReply, VerifyJob
 
 if TYPE_CHECKING:
@@ -165,15 +165,9 @@ def _load_llama_cpp(settings: TargetSettings) -> LlamaCppTarget:
 
 
 def _load_transformers(settings: TargetSettings) -> TransformersTarget:
-    # transformers imports torchao wherever it is installed, which then tells of kernels that nobody asked for.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415 - the process is pinned first
+    silence_transformers()
+    from duo_ray.models.transformers import TransformersTarget  # noqa: PLC0415 - the process is pinned first
 
-    from duo_ray.models.transformers import TransformersTarget  # noqa: PLC0415
-
-    quiet: Callable[[], None] = disable_progress_bar
-    quiet()  # it would be drawn into the middle of the user's terminal
     model = TransformersTarget.load(
         settings.path,
         device=settings.device,
