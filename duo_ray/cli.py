@@ -1,4 +1,4 @@
-"""`duo-ray`: generate, check, diagnose, doctor, bench, plan, quantize."""
+"""`duo-ray`: generate, check, diagnose, doctor, bench, plan, quantize, distill, vocab."""
 
 from __future__ import annotations
 
@@ -398,6 +398,56 @@ def quantize(
             run(source, output, type_name, threads)
         before, after = source.stat().st_size, output.stat().st_size
         errors.print(f"{output}: {after / 2**20:.0f} MiB, was {before / 2**20:.0f} MiB", highlight=False)
+
+
+@app.command()
+def distill(
+    prompts: Annotated[Path, typer.Option(help="JSONL as for check: texts like those you serve.")],
+    out: Annotated[Path, typer.Option(help="Directory to write; must be empty, but for --resume.")],
+    target: TargetName = None,
+    draft: DraftName = None,
+    layers: Annotated[int, typer.Option(min=2, help="Of the target's layers, evenly spread.")] = 6,
+    student: Annotated[
+        str | None, typer.Option(help="Start from this directory or hub id, not from the target's layers.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.1, help="For all of it, over all its starts.")] = 40.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what was begun in --out.")] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Tokens of an answer, at most.")] = 128,
+    samples: Annotated[int, typer.Option(min=1, help="Sampled answers to a prompt, beside the greedy one.")] = 3,
+    divergence: Annotated[str, typer.Option(help="Of the training: forward, reverse or mixed.")] = "mixed",
+    raw: Annotated[bool, typer.Option("--raw", help="Prompts are completed without a chat template.")] = False,
+    config: ConfigFile = None,
+    setting: Setting = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Train a draft for a target: a small model that writes what the target writes.
+
+    The target answers the prompts, with any --draft there is. A student, cut from it or a smaller sibling, is trained
+    on these answers and the target's distributions; one prompt in ten is held out and tells the acceptance to expect.
+    At last it is written for transformers and, in several weight types, for llama.cpp; all are measured here, and the
+    fastest is what `--draft DIRECTORY` takes. Interrupted at any moment, the same command goes on with --resume.
+    """
+    with _user_errors():
+        from duo_ray.distillation import Task, distill  # noqa: PLC0415
+        from duo_ray.distillation.card import show_drafts  # noqa: PLC0415
+
+        settings = _config(config, setting, target, draft, False)
+        model = settings.models.target.model
+        if settings.models.draft.model == "demo" != model:  # the default, and of another family
+            settings = _config(config, setting, target, None, True)
+        with _bar(quiet=as_json) as bar:
+            task = bar.add_task("starting", total=None)
+            made = distill(
+                Task(model, prompts, layers, student, max_tokens, samples, divergence, raw), out, settings,
+                minutes=minutes, resume=resume, start=_start, say=lambda line: errors.print(line, highlight=False),
+                progress=lambda text, share: bar.update(
+                    task, description=text, total=None if share is None else 1.0, completed=share or 0.0
+                ),
+            )  # fmt: skip
+        if as_json:
+            print(json.dumps(made.as_dict(), ensure_ascii=False))
+        else:
+            show_drafts(Console(highlight=False), made.measured, made.best)
 
 
 @app.command()

@@ -32,7 +32,7 @@ def refused(*arguments):
 def test_help_names_every_command():
     done = run("--help")
     assert done.returncode == 0
-    assert all(command in done.stdout for command in ("generate", "check", "diagnose", "doctor", "quantize", "vocab"))
+    assert all(command in done.stdout for command in ("generate", "check", "diagnose", "doctor", "quantize", "distill"))
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def _quality_of_draft(facts: Facts) -> Iterator[Advice]:
         )
     elif facts.predicted.value < _POOR:
         yield Advice("another draft, nearest to the target's family and training", because)
-    yield Advice("distil a draft: fine-tune it on the target's own answers to prompts like yours", because)
+    yield Advice("make a draft for this target from prompts like yours: `duo-ray distill`", because)
     if facts.weakest is not None and facts.weakest[1] < facts.predicted.value - 0.15:
         kind, agreement, count = facts.weakest
         yield Advice(

@@ -1,0 +1,241 @@
+"""What the target answers, with its most probable tokens at every place: the data a student is trained on.
+
+The pipeline writes it: a request's log probabilities are the target's own at temperature 1, whatever drafted, and cost
+no pass beside those that make the text. (Running the target along finished texts would read every text twice, and on a
+cluster need another copy of the target here.) Every answer is a shard of its own, so an interrupted run loses no more
+than the answers being written, and which ones are there is known from the names of the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from duo_ray.config import Config
+from duo_ray.core.gamma import Costs
+from duo_ray.distillation.workspace import DistillationError
+from duo_ray.equivalence import parse_prompt, read_lines
+from duo_ray.models.tokenizer import Tokenizer
+from duo_ray.session import Duo, Prompt, build_request
+from duo_ray.types import DuoRayError, Finished, Request, Token
+
+TOP = 64
+"""Tokens whose probability is kept: as many as a pipeline's draft samples from."""
+
+_TOKEN_BYTES = 4 + TOP * (4 + 2)
+_SHOWN = 10
+"""Bad lines named one by one."""
+_HELD_OUT_EVERY = 10
+_LEAST = 16
+"""Answers that are written however long they take."""
+
+Progress = Callable[[str, float | None], None]
+"""Told what is being done, and the share of it that is; None: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer of the target.
+
+    `top_ids` `[N, TOP]` (int32) and `top_probs` `[N, TOP]` (float16) are its most probable tokens at the place of each
+    of the N ids of `answer`, best first.
+    """
+
+    prompt: NDArray[np.int32]
+    answer: NDArray[np.int32]
+    top_ids: NDArray[np.int32]
+    top_probs: NDArray[np.float16]
+
+    @classmethod
+    def load(cls, path: Path) -> Answer:
+        with np.load(path) as arrays:
+            return cls(**{name: arrays[name] for name in ("prompt", "answer", "top_ids", "top_probs")})
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], tokens: Sequence[Token]) -> Answer:
+        """From tokens that carry `TOP` log probabilities."""
+        tops = [token.logprobs.top for token in tokens if token.logprobs is not None]
+        return cls(
+            np.array(prompt, np.int32),
+            np.array([token.id for token in tokens], np.int32),
+            np.array([[i for i, _ in top] for top in tops], np.int32),
+            np.exp([[logprob for _, logprob in top] for top in tops]).astype(np.float16),
+        )
+
+    def save(self, path: Path) -> None:
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
+            np.savez(
+                file, prompt=self.prompt, answer=self.answer, top_ids=self.top_ids, top_probs=self.top_probs
+            )  # fmt: skip
+        part.rename(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """Prompts, checked, and how they are to be answered."""
+
+    prompts: tuple[Prompt, ...]
+    raw: bool
+    max_tokens: int
+    samples: int
+    """Sampled answers to each prompt, beside the greedy one."""
+
+    @property
+    def held_out(self) -> frozenset[int]:
+        """Numbers of the prompts that nothing is trained on: every tenth, at least the last."""
+        count = len(self.prompts)
+        return frozenset(range(_HELD_OUT_EVERY - 1, count, _HELD_OUT_EVERY)) or frozenset({count - 1})
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16]
+
+    def shards(self, folder: Path) -> list[tuple[int, int, Path]]:
+        """(sample, prompt, file) of all answers, in the order they are asked for; sample 0 is greedy.
+
+        Held-out prompts come first, and once sampled is enough for them.
+        """
+        held = self.held_out
+        order = sorted(range(len(self.prompts)), key=lambda number: (number not in held, number))
+        return [
+            (sample, number, folder / f"{sample}-{number:06}.npz")
+            for sample in range(self.samples + 1)
+            for number in order
+            if sample < 2 or number not in held
+        ]
+
+    def split(self, folder: Path) -> tuple[list[Path], list[Path]]:
+        """Files of the answers that are there: to train on, and held out.
+
+        Raises:
+            DistillationError: none of one kind.
+        """
+        held = self.held_out
+        there = [(number, path) for _, number, path in self.shards(folder) if path.is_file()]
+        training = [path for number, path in there if number not in held]
+        testing = [path for number, path in there if number in held]
+        if not (training and testing):
+            raise DistillationError(
+                f"only {len(there)} answers were written in the time there was: give more of it (--minutes), or ask "
+                "for shorter answers (--max-tokens)"
+            )
+        return training, testing
+
+
+def read_questions(
+    path: Path, config: Config, tokenizer: Tokenizer, *, context: int, raw: bool, max_tokens: int, samples: int
+) -> Questions:
+    """Read a JSONL file of prompts as `equivalence.read_prompts` does, and check every line. Repeated ones count once.
+
+    Args:
+        context: tokens the target holds, prompt and answer.
+
+    Raises:
+        DistillationError: lines that cannot be used, by their numbers, or fewer than two prompts.
+    """
+    bad: list[str] = []
+    prompts: dict[tuple[int, ...], Prompt] = {}
+    for number, line in read_lines(path):
+        try:
+            prompt = parse_prompt(line)
+            if isinstance(prompt, str) and not prompt.strip():
+                raise DistillationError("the prompt is empty")
+            ids = build_request(config, tokenizer, prompt, raw=raw).prompt
+            if len(ids) + max_tokens > context:
+                raise DistillationError(
+                    f"{len(ids)} tokens and {max_tokens} of the answer are more than the {context} the target holds"
+                )
+        except DuoRayError as error:
+            bad.append(f"line {number}: {error}")
+        else:
+            prompts.setdefault(ids, prompt)
+    if bad:
+        more = f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        raise DistillationError(f"{path}: {'; '.join(bad[:_SHOWN])}{more}. Mend or remove them")
+    if len(prompts) < 2:
+        raise DistillationError(f"{path}: {len(prompts)} prompts; give at least 2, some hundred are better")
+    return Questions(tuple(prompts.values()), raw, max_tokens, samples)
+
+
+def write_answers(
+    duo: Duo, questions: Questions, folder: Path, *, until: Callable[[], bool], progress: Progress
+) -> None:
+    """Let the pipeline write the answers that are not there yet, as many at once as it has slots.
+
+    Args:
+        until: asked before each answer; True ends the work, but not before there is something to train with.
+
+    Raises:
+        DuoRayError: the pipeline failed.
+    """
+    shards = questions.shards(folder)
+    missing = [shard for shard in shards if not shard[2].is_file()]
+    before, done, tokens = len(shards) - len(missing), 0, 0
+    begun: list[Path] = []
+    stop = Event()
+
+    def write(sample: int, number: int, path: Path) -> int:
+        if stop.is_set() or (before + len(begun) >= _LEAST and until()):
+            return 0
+        begun.append(path)
+        request = _request(duo, questions, sample, number)
+        answer: list[Token] = []
+        stream: Any = duo.stream(request)
+        with closing(stream):
+            for item in stream:
+                if stop.is_set():
+                    return 0
+                if not isinstance(item, Finished):
+                    answer.append(item)
+        if answer:
+            Answer.of(request.prompt, answer).save(path)
+        return len(answer)
+
+    with ThreadPoolExecutor(duo.prepared.settings.target.slots) as pool:
+        try:
+            for future in as_completed([pool.submit(write, *shard) for shard in missing]):
+                written = future.result()
+                done, tokens = done + (written > 0), tokens + written
+                there = before + done
+                progress(f"the target answers: {there} of {len(shards)}, {tokens} tokens", there / len(shards))
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _request(duo: Duo, questions: Questions, sample: int, number: int) -> Request:
+    """Drawn as the configuration says, at temperature 1 where it says greedy."""
+    configured = duo.prepared.config.sampling.temperature
+    request = duo.request(
+        questions.prompts[number], raw=questions.raw, max_tokens=questions.max_tokens, stop=(), logprobs=TOP,
+        temperature=(configured or 1.0) if sample else 0.0, seed=sample,
+        repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+    )  # fmt: skip
+    # The seed only tells the samples apart; the schedule may go by live times.
+    return replace(request, reproducible=False)
+
+
+def describe_work(duo: Duo, questions: Questions, folder: Path) -> str:
+    """What there is to do, for people, before it starts: at most, and by the target's measured time without a draft."""
+    missing = sum(not path.is_file() for _, _, path in questions.shards(folder))
+    tokens = missing * questions.max_tokens
+    slots = duo.prepared.settings.target.slots
+    costs: dict[str, Any] = duo.pipeline.describe().measured
+    seconds = Costs.from_dict(costs).target_seconds(slots) * tokens / slots
+    return (
+        f"{missing} answers to write ({len(questions.prompts)} prompts, {len(questions.held_out)} of them held out): "
+        f"at most {tokens:,} tokens, {tokens * _TOKEN_BYTES / 2**20:.0f} MiB on disk, {seconds / 60:.1f} minutes by "
+        f"T_target({slots})"
+    )

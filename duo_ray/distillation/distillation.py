@@ -1,0 +1,202 @@
+"""From a target and prompts to a draft: student, data, training, export, each of them resumable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from duo_ray.config import Config
+from duo_ray.distillation.data import Progress, Questions, describe_work, read_questions, write_answers
+from duo_ray.distillation.student import check_student, make_student
+from duo_ray.distillation.workspace import Clock, DistillationError, Workspace, write_json
+from duo_ray.hardware.machine import detect_machine
+from duo_ray.hardware.placement import make_plan, target_device
+from duo_ray.models.catalog import context_length, gguf_target, resolve_target
+from duo_ray.models.silence import silence_transformers
+from duo_ray.models.tokenizer import Tokenizer
+from duo_ray.session import Duo
+
+DIVERGENCES = ("forward", "reverse", "mixed")
+
+DATA_SHARE = 0.45
+"""Of the time, at which the target stops answering."""
+TRAINING_SHARE = 0.9
+"""Of the time, at which training ends at the latest."""
+
+Start = Callable[[Config], AbstractContextManager[Duo]]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is asked for; a run can be resumed with the same."""
+
+    target: str
+    prompts: Path
+    layers: int = 6
+    student: str | None = None
+    max_tokens: int = 128
+    samples: int = 3
+    divergence: str = "mixed"
+    raw: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of it: `training` as `train.train` tells, the exported files, the best of them."""
+
+    training: dict[str, Any]
+    measured: list[Any]
+    best: Any
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `duo-ray distill --json` prints."""
+        return {
+            "training": self.training,
+            "drafts": [asdict(each) for each in self.measured],
+            "best": self.best.file,
+        }
+
+
+def distill(
+    task: Task,
+    out: Path,
+    config: Config,
+    *,
+    minutes: float,
+    resume: bool,
+    start: Start,
+    say: Callable[[str], None],
+    progress: Progress,
+) -> Outcome:
+    """Make a draft for a target in `out`, or go on with what was begun there.
+
+    Args:
+        minutes: for all of it, over all its starts: nearly half for the target's answers, nearly half for the training.
+        start: starts the pipeline of a configuration.
+        say: told what is worth keeping on the screen.
+
+    Raises:
+        DistillationError: what cannot be done, before anything is begun where it can be known.
+    """
+    if task.divergence not in DIVERGENCES:
+        raise DistillationError(f"--divergence {task.divergence}: choose one of {', '.join(DIVERGENCES)}")
+    files = resolve_target(task.target, progress=progress)
+    tokenizer = Tokenizer.load(files.tokenizer_path)
+    asked = config.models.target.max_seq_len
+    context = context_length(None if asked == "auto" else asked, files.context_length)
+    questions = read_questions(
+        task.prompts, config, tokenizer, context=context, raw=task.raw, max_tokens=task.max_tokens,
+        samples=task.samples,
+    )  # fmt: skip
+    source = check_student(files, layers=task.layers, student=task.student)
+    silence_transformers()
+    workspace = Workspace(out)
+    workspace.begin(_plan(task, questions), resume=resume)
+    clock = Clock(workspace.clock, minutes)
+    progress("making the student", None)
+    make_student(workspace.student, files, source, layers=task.layers if task.student is None else None)
+    if not workspace.trained.is_dir():
+        _answer(workspace, questions, config, clock, start, say, progress)
+    training, testing = questions.split(workspace.answers)
+    if workspace.trained.is_dir():
+        say("the student is trained already")
+    else:
+        _train(workspace, training, testing, task, config, clock, say, progress)
+    return _export(workspace, testing, task, config, len(questions.prompts), say, progress)
+
+
+def _plan(task: Task, questions: Questions) -> dict[str, Any]:
+    return {**asdict(task), "prompts": questions.digest}
+
+
+def _answer(
+    workspace: Workspace,
+    questions: Questions,
+    config: Config,
+    clock: Clock,
+    start: Start,
+    say: Callable[[str], None],
+    progress: Progress,
+) -> None:
+    missing = [path for _, _, path in questions.shards(workspace.answers) if not path.is_file()]
+    if not missing or clock.left(DATA_SHARE) < 0:
+        return
+
+    def watched(text: str, share: float | None) -> None:
+        clock.keep()
+        progress(text, share)
+
+    with start(config) as duo:
+        say(
+            f"{describe_work(duo, questions, workspace.answers)}; {clock.left(DATA_SHARE) / 60:.1f} minutes may be used"
+        )
+        write_json(workspace.costs, duo.pipeline.describe().measured)
+        write_answers(duo, questions, workspace.answers, until=lambda: clock.left(DATA_SHARE) < 0, progress=watched)
+        write_json(workspace.costs, duo.pipeline.describe().measured)
+    clock.keep()
+
+
+def _train(
+    workspace: Workspace,
+    training: list[Path],
+    testing: list[Path],
+    task: Task,
+    config: Config,
+    clock: Clock,
+    say: Callable[[str], None],
+    progress: Progress,
+) -> None:
+    from duo_ray.distillation.train import train  # noqa: PLC0415 - torch and transformers
+
+    say(f"training on {len(training)} answers, {clock.left(TRAINING_SHARE) / 60:.1f} minutes at most")
+    found = train(
+        workspace, training, testing, divergence=task.divergence, clock=clock, share=TRAINING_SHARE,
+        device=target_device(config, detect_machine()).partition(":")[0], progress=progress,
+    )  # fmt: skip
+    before, after = found["before"], found["after"]
+    say(
+        f"expected acceptance on held-out prompts: {before['acceptance']:.3f} before, {after['acceptance']:.3f} after "
+        f"{found['done']} of {found['steps']} steps in {found['precision']}; greedy {before['greedy']:.3f}, "
+        f"{after['greedy']:.3f}"
+    )
+
+
+def _export(
+    workspace: Workspace,
+    testing: list[Path],
+    task: Task,
+    config: Config,
+    prompts: int,
+    say: Callable[[str], None],
+    progress: Progress,
+) -> Outcome:
+    from duo_ray.distillation.card import write_card  # noqa: PLC0415 - refusals do without
+    from duo_ray.distillation.export import export  # noqa: PLC0415 - as above
+
+    threads = _draft_threads(config)
+    # The target's own .gguf file, where it is one, has the tokenizer in llama.cpp's form.
+    measured, best = export(
+        workspace, testing, tokenizer_gguf=gguf_target(task.target), threads=threads, progress=progress
+    )
+    found = json.loads((workspace.trained / "training.json").read_text(encoding="utf-8"))
+    origin = f"{task.layers} of its layers" if task.student is None else f"{task.student} to start with"
+    facts = {
+        **found, "name": workspace.out.resolve().name, "folder": workspace.out, "target": task.target, "origin": origin,
+        "prompts": prompts, "held_out": found["held_out_answers"], "threads": threads,
+    }  # fmt: skip
+    write_card(workspace.out / "README.md", measured, best, facts)
+    say(f"{workspace.out} is a draft now, by {best.file}; its README.md has the figures")
+    return Outcome(found, measured, best)
+
+
+def _draft_threads(config: Config) -> int:
+    """Those that a pipeline on this machine would give the draft."""
+    machine = detect_machine()
+    draft = config.models.draft.model_copy(update={"model": "demo"})
+    models = config.models.model_copy(update={"draft": draft})
+    shares = make_plan(config.model_copy(update={"models": models}), machine).drafts
+    return min(shares[0].cpus, len(machine.cores)) if shares else 1

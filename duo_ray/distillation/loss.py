@@ -1,0 +1,56 @@
+"""What a student is trained for, and the acceptance to expect of it; both over the target's most probable tokens.
+
+Of the target's distribution p only the K most probable tokens are known, and the mass of all others together. Those
+others are one more event: the divergences are between distributions over K + 1 events, q's mass outside the K tokens
+against p's. By the data-processing inequality they are never above the divergences over all tokens, and they are zero
+when the student agrees on the K tokens and on how much is left.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LEAST = 1e-6
+"""Probabilities below count as this much: they come in 16 bits, and a logarithm of zero ends a training."""
+
+
+def distillation_loss(logits: Tensor, tokens: Tensor, ids: Tensor, probs: Tensor, divergence: str) -> Tensor:
+    """Cross-entropy on the target's tokens plus the divergence from its distributions, nats a token.
+
+    Args:
+        logits: `[N, V]`, the student's.
+        tokens: `[N]`, what the target wrote.
+        ids, probs: `[N, K]`, the target's most probable tokens and their probabilities.
+        divergence: forward, KL(p || q); reverse, KL(q || p); mixed, the mean of both.
+    """
+    everything = logits.logsumexp(-1, keepdim=True)
+    log_q_top = logits.gather(-1, ids) - everything
+    entropy = everything - logits.gather(-1, tokens[:, None])
+    log_q = _with_rest(log_q_top.exp()).log()
+    p = _with_rest(probs)
+    log_p = p.log()
+    forward = (p * (log_p - log_q)).sum(-1)
+    reverse = (log_q.exp() * (log_q - log_p)).sum(-1)
+    chosen = {"forward": forward, "reverse": reverse, "mixed": 0.5 * (forward + reverse)}[divergence]
+    return entropy.mean() + chosen.mean()
+
+
+def _with_rest(probs: Tensor) -> Tensor:
+    """`[N, K + 1]`: the mass of all other tokens behind the K."""
+    rest = 1.0 - probs.sum(-1, keepdim=True)
+    return torch.cat([probs, rest], -1).clamp(min=_LEAST)
+
+
+def acceptances(logits: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Chances that a drafted token is kept, for each of N positions.
+
+    Sampled at temperature 1 it is sum over x of min(p(x), q(x)) (Leviathan et al., arXiv 2211.17192, theorem 3.5); over
+    the target's K most probable tokens that is a lower bound. Greedy it is 1 where both models' best tokens agree.
+
+    Args:
+        logits: `[N, V]`, the student's.
+        ids, probs: `[N, K]`, best first.
+    """
+    q = (logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)).exp()
+    return torch.minimum(probs, q).sum(-1), (logits.argmax(-1) == ids[:, 0]).float()

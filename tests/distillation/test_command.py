@@ -1,0 +1,115 @@
+"""`duo-ray distill`: what it refuses, killed and resumed on a tiny target, and the whole path on the demo model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import uuid
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from duo_ray.distillation.workspace import write_json
+from duo_ray.models.catalog import resolve_draft
+from duo_ray.models.llama_cpp import LlamaCppDraft
+from duo_ray.models.tokenizer import Tokenizer
+from tests.distillation.models import small_config, write_model, write_prompts
+from tests.models.tiny_transformers import own_greedy
+from tests.test_cli import DUO_RAY, SMALL, refused, run
+
+
+def same_greedy_text(folder: Path) -> bool:
+    """Whether the float32 file in llama.cpp and the directory in transformers continue a prompt alike."""
+    (finest,) = folder.glob("*-F32.gguf")
+    prompt = Tokenizer.load(folder).chat([{"role": "user", "content": "Tell me about the sea."}])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    answer = own_greedy(model, prompt, 32)
+    with closing(LlamaCppDraft.load(finest, threads=1, max_context=256, slots=1)) as draft:
+        best = [int(row.argmax()) for row in draft.logits_along([*prompt, *answer])]
+    return best[len(prompt) - 1 : -1] == answer
+
+
+@pytest.mark.models
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--layers", "30"], ["--layers 30", "30 layers"]),
+        (["--divergence", "sideways"], ["--divergence sideways", "forward"]),
+        (["--resume"], ["nothing to resume"]),
+        (["--max-tokens", "9000"], ["line 1", "9000"]),
+        (["--target", "/nowhere"], ["/nowhere"]),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line_before_anything_starts(arguments, words, tmp_path):
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 3)
+    line = refused("distill", "--prompts", str(prompts), "--out", str(tmp_path / "draft"), *arguments)
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.ray
+@pytest.mark.models
+def test_killed_while_the_target_answers_it_goes_on_and_ends_with_a_draft(demo_target, tmp_path):
+    target = write_model(tmp_path / "target", small_config("llama", 49152, max_position_embeddings=512), demo_target)
+    out, mark = tmp_path / "draft", uuid.uuid4().hex
+    command = [
+        DUO_RAY, "distill", "--target", str(target), "--prompts", str(write_prompts(tmp_path / "prompts.jsonl", 12)),
+        "--out", str(out), "--layers", "2", "--max-tokens", "12", "--samples", "1", "--minutes", "60", *SMALL,
+    ]  # fmt: skip
+    answers = out / "work/answers"
+    with subprocess.Popen(command, env={**os.environ, "DUO_RAY_TEST": mark}, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 240
+        while len(list(answers.glob("*.npz"))) < 3 and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    while any(_has(each, mark) for each in psutil.process_iter()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    written = {path: path.stat().st_mtime_ns for path in answers.glob("*.npz")}
+    assert 3 <= len(written) < 24
+    # Few steps of a known number, whatever the speed of this machine.
+    plan = {"precision": "float32", "steps": 20, "interval": 10, "batch": 8, "divergence": "mixed", "answers": 22}
+    write_json(out / "work/training.json", {**plan, "held_out_answers": 2})
+
+    done = run(*command[1:], "--resume", "--json", timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    assert len(list(answers.glob("*.npz"))) == 24
+    found = json.loads(done.stdout)
+    assert found["training"]["done"] == 20
+    assert {each["quant"] for each in found["drafts"]} == {"Q8_0", "Q4_K_M", "Q4_1", "Q4_0"}
+    assert all(each["t_draft"] > 0 and 0 <= each["acceptance"] <= 1 for each in found["drafts"])
+    assert resolve_draft(str(out)) == out / found["best"]
+    assert f"{found['best']} *" in (out / "README.md").read_text()
+    assert same_greedy_text(out)
+
+
+def _has(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get("DUO_RAY_TEST") == mark
+    except psutil.Error:  # it ended meanwhile
+        return False
+
+
+@pytest.mark.ray
+@pytest.mark.models
+def test_in_three_minutes_a_draft_of_the_demo_model_becomes_better_and_is_used(tmp_path):
+    out = tmp_path / "draft"
+    done = run(
+        "distill", "--prompts", str(write_prompts(tmp_path / "prompts.jsonl", 24)), "--out", str(out), "--minutes", "3",
+        "--max-tokens", "32", "--json", *SMALL, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    training = json.loads(done.stdout)["training"]
+    assert training["after"]["acceptance"] > 1.2 * training["before"]["acceptance"]
+    assert same_greedy_text(out)
+    answered = run("generate", "--draft", str(out), "--json", "--max-tokens", "24", "--temperature", "0", *SMALL, "Hi")
+    assert answered.returncode == 0, answered.stderr
+    assert json.loads(answered.stdout)["usage"]["completion_tokens"] > 0

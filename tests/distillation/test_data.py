@@ -1,0 +1,89 @@
+"""Prompts that are checked before anything starts, and answers as they are kept."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from duo_ray.config import load_config
+from duo_ray.distillation.data import TOP, Answer, Questions, read_questions
+from duo_ray.distillation.workspace import DistillationError
+from duo_ray.models.tokenizer import Tokenizer
+from duo_ray.types import Origin, Token, TokenLogprobs
+from tests.models.tokenizers import byte_level
+
+
+def read(path, lines, **changes):
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
+    options = {"context": 64, "raw": True, "max_tokens": 16, "samples": 1, **changes}
+    return read_questions(path, load_config(), Tokenizer(byte_level()), **options)
+
+
+def test_every_bad_line_is_named_by_its_number(tmp_path):
+    lines = [
+        {"prompt": "fine"}, '{"prompt": ', {"prompt": "  "}, {"prompt": "also fine"}, {"text": "no"},
+        {"prompt": "字" * 60}, {"messages": [{"role": "user", "content": "fine too"}]},
+    ]  # fmt: skip
+    with pytest.raises(DistillationError) as error:
+        read(tmp_path / "prompts.jsonl", lines)
+    text = str(error.value)
+    assert [f"line {number}:" in text for number in range(1, 8)] == [False, True, True, False, True, True, False]
+    assert "not JSON" in text
+    assert "empty" in text
+    assert "the 64 the target holds" in text
+
+
+def test_a_repeated_prompt_counts_once(tmp_path):
+    found = read(tmp_path / "prompts.jsonl", [{"prompt": "a"}, {"prompt": "b"}, {"turns": ["a"]}])
+    assert found.prompts == ("a", "b")
+
+
+def test_one_prompt_is_not_enough(tmp_path):
+    with pytest.raises(DistillationError, match="at least 2"):
+        read(tmp_path / "prompts.jsonl", [{"prompt": "a"}, {"prompt": "a"}])
+
+
+@pytest.mark.parametrize(("count", "held_out"), [(2, {1}), (9, {8}), (10, {9}), (25, {9, 19})])
+def test_every_tenth_prompt_is_held_out_and_at_least_one(count, held_out):
+    assert Questions(tuple(map(str, range(count))), True, 8, 1).held_out == held_out
+
+
+def test_held_out_prompts_come_first_and_are_sampled_once(tmp_path):
+    questions = Questions(tuple(map(str, range(12))), True, 8, 3)
+    shards = questions.shards(tmp_path)
+    assert [number for sample, number, _ in shards if sample == 0] == [9, *range(9), 10, 11]
+    assert [sample for sample, number, _ in shards if number == 9] == [0, 1]
+    assert len({path for _, _, path in shards}) == len(shards) == 4 * 11 + 2
+
+
+def test_only_answers_that_are_there_are_trained_on_and_held_out_ones_never(tmp_path):
+    questions = Questions(tuple(map(str, range(12))), True, 8, 1)
+    for name in ("0-000009", "1-000003", "0-000011"):
+        (tmp_path / f"{name}.npz").touch()
+    (tmp_path / "0-000004.part").touch()
+    training, testing = questions.split(tmp_path)
+    assert {path.stem for path in training} == {"1-000003", "0-000011"}
+    assert {path.stem for path in testing} == {"0-000009"}
+
+
+def test_too_few_answers_say_so(tmp_path):
+    with pytest.raises(DistillationError, match="--minutes"):
+        Questions(("a", "b"), True, 8, 1).split(tmp_path)
+
+
+def test_an_answer_is_read_as_it_was_written(tmp_path):
+    random = np.random.default_rng(0)
+    logprobs = np.sort(random.normal(-6, 2, (5, TOP)), -1)[:, ::-1]
+    tokens = [
+        Token(number, "", Origin.PLAIN, 0, TokenLogprobs(0.0, tuple((i, float(x)) for i, x in enumerate(row))))
+        for number, row in enumerate(logprobs)
+    ]
+    Answer.of((7, 8), tokens).save(tmp_path / "a.npz")
+    found = Answer.load(tmp_path / "a.npz")
+    assert found.prompt.tolist() == [7, 8]
+    assert found.answer.tolist() == [0, 1, 2, 3, 4]
+    assert found.top_ids.shape == (5, TOP)
+    np.testing.assert_allclose(found.top_probs.astype(float), np.exp(logprobs), rtol=1e-3, atol=1e-7)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
