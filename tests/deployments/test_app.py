@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import random
+import socket
+import struct
 import time
 from contextlib import contextmanager
 
@@ -167,6 +169,26 @@ def test_fifty_streams_closed_at_random_moments_leave_every_slot_free(service):
 
     assert [response.status_code for response in asyncio.run(at_once())] == [200] * SLOTS
     wait_for_load(service.url, 0, 0)
+
+
+def test_connections_that_break_anywhere_leave_every_slot_free(service):
+    """Case 18: before, within and after the request, closed, half-closed and reset."""
+    body = json.dumps(chat("Tell a long story.", **LONG)).encode()
+    head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    request = f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + body
+    url, moments = httpx.URL(service.url), random.Random(7)
+    for _ in range(60):
+        with socket.create_connection((url.host, url.port)) as connection:
+            connection.sendall(request[: moments.choice([0, 30, len(request) - 5, len(request)])])
+            time.sleep(moments.choice([0.0, 0.1]))
+            match moments.choice(["close", "half-close", "reset"]):
+                case "half-close":
+                    connection.shutdown(socket.SHUT_WR)
+                case "reset":
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_for_load(service.url, 0, 0)
+    answer = httpx.post(f"{service.url}/v1/chat/completions", json=chat("Hi", max_tokens=2), timeout=120)
+    assert answer.is_success
 
 
 def test_a_full_queue_refuses_with_the_time_to_come_again(handle, service):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import ray
+
 from deployments import callers
 from deployments.callers import Callers
 
@@ -30,3 +32,10 @@ def test_only_what_the_dead_have_asked_for_is_ended(monkeypatch):
 
     asyncio.run(watch())
     assert set(ended) == {"first", "third", "fourth"}
+
+
+def test_a_caller_is_gone_with_its_process_or_its_node(monkeypatch):
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "up", "Alive": True}, {"NodeID": "down", "Alive": False}])
+    monkeypatch.setattr(callers, "_alive", lambda worker: worker != "killed")
+    asked = {("well", "up"), ("killed", "up"), ("well", "down"), ("well", "not told yet")}
+    assert callers._dead(asked) == {("killed", "up"), ("well", "down")}

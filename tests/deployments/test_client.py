@@ -121,6 +121,23 @@ def test_a_program_that_is_killed_leaves_no_work_behind(service, code, way):
         program.communicate()
 
 
+OUTSIDE = """
+import sys
+import ray
+from ray import serve
+ray.init(sys.argv[1], logging_level="ERROR")
+answer = serve.get_app_handle("default").generate.remote("Hi", temperature=0.0, max_tokens=4).result()
+print(len(answer["token_ids"]))
+"""
+
+
+def test_a_handle_works_over_ray_client(service):
+    done = subprocess.run(
+        [sys.executable, "-c", OUTSIDE, service.client_address], capture_output=True, timeout=300, check=False
+    )
+    assert done.stdout == b"4\n", done.stderr
+
+
 REFUSED = """
 import sys
 from duo_ray import DuoClient, DuoRayError
