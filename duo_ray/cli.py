@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from duo_ray.config import Config, ConfigError, load_config
-from duo_ray.types import DuoRayError, Finished, Origin, Token
+from duo_ray.terminal import errors, progress_bar, show_stream, started, user_errors
+from duo_ray.types import DuoRayError
 
 app = typer.Typer(
     help="Serve an LLM faster: a draft model on idle CPU cores and the target model work at the same time. "
@@ -27,11 +22,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-errors = Console(stderr=True)
-
-COLOURS = {Origin.ACCEPTED: "green", Origin.CORRECTION: "yellow", Origin.BONUS: "cyan", Origin.PLAIN: "default"}
-
-USAGE_ERROR = 2
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="Settings file (config.yaml).")]
 Setting = Annotated[
@@ -85,7 +75,7 @@ def generate(
     ] = None,
 ) -> None:
     """Answer a prompt; the text streams as it is verified and ends with a line of figures."""
-    with _user_errors():
+    with user_errors():
         settings = _config(config, setting, target, draft, no_draft)
         text = sys.stdin.read() if prompt == "-" else prompt
         messages: Any = (
@@ -96,7 +86,7 @@ def generate(
                 {"role": "user", "content": text},
             ]
         )
-        with _start(settings) as duo:
+        with started(settings) as duo:
             request = duo.request(
                 messages,
                 raw=raw,
@@ -121,45 +111,12 @@ def generate(
                 print(json.dumps(answer.as_dict(), ensure_ascii=False))
                 events = answer.trace
             else:
-                events = _show(duo.stream(request), colour).trace
+                events = show_stream(duo.stream(request), colour).trace
         if trace is not None:
             from duo_ray.trace import write_trace  # noqa: PLC0415
 
             write_trace(trace, events)
             errors.print(f"timeline written to {trace}: open it in ui.perfetto.dev", highlight=False)
-
-
-def _show(stream: Iterator[Token | Finished], colour: bool | None) -> Finished:
-    """Print tokens as they come, in colour where wanted, and the figures at the end."""
-    console = Console(soft_wrap=True, highlight=False)
-    coloured = console.is_terminal if colour is None else colour
-    if coloured:
-        console = Console(soft_wrap=True, highlight=False, force_terminal=True)
-        legend = Text.assemble(*((f" {origin} ", f"reverse {style}") for origin, style in COLOURS.items()))
-        console.print(legend)
-    for item in stream:
-        if isinstance(item, Finished):
-            console.print()
-            errors.print(_figures(item), style="dim", highlight=False)
-            return item
-        if coloured:
-            console.print(Text(item.text, COLOURS[item.origin]), end="")
-        else:
-            sys.stdout.write(item.text)
-            sys.stdout.flush()
-    raise RuntimeError("the stream ended without its end")
-
-
-def _figures(end: Finished) -> str:
-    """One line: what the answer took."""
-    stats: dict[str, Any] = end.stats
-    share = stats["accepted_tokens"] / stats["draft_tokens"] if stats["draft_tokens"] else 0.0
-    return (
-        f"{end.completion_tokens} tokens ({end.reason}), {stats['tokens_per_s']:.1f} tokens/s, first after "
-        f"{stats['ttft_ms']:.0f} ms; {stats['target_steps']} target steps, {stats['accepted_tokens']} of "
-        f"{stats['draft_tokens']} drafted tokens accepted ({share:.0%}); target {stats['t_target_ms']:.0f} ms a step, "
-        f"draft {stats['t_draft_ms']:.0f} ms a token, overhead {stats['round_overhead_ms']['p50']:.1f} ms a step"
-    )
 
 
 @app.command()
@@ -181,14 +138,14 @@ def check(
     A difference where the target's two best logits are closer than its precision resolves is a tie, and reported apart;
     any other one fails the check (exit code 1).
     """
-    with _user_errors():
+    with user_errors():
         from duo_ray.equivalence import compare, read_prompts  # noqa: PLC0415
 
         settings = _config(config, setting, target, draft, False)
         if settings.models.draft.model is None:
             raise ConfigError("check compares with and without a draft: give it one (--draft)")
         tasks = read_prompts(prompts)[:limit]
-        with _start(settings) as duo, _bar(quiet=as_json) as bar:
+        with started(settings) as duo, progress_bar(quiet=as_json) as bar:
             task = bar.add_task("checking", total=len(tasks))
             results = []
             for prompt in tasks:
@@ -236,7 +193,7 @@ def diagnose(
     Takes some minutes on CPUs. Fewer prompts (--limit) and tokens (--max-tokens) are faster, and less certain: shares
     come with their standard error.
     """
-    with _user_errors():
+    with user_errors():
         from duo_ray.diagnosis import BUILT_IN, conclude, html_writer, observe, show_diagnosis  # noqa: PLC0415
         from duo_ray.equivalence import read_prompts  # noqa: PLC0415
 
@@ -247,13 +204,13 @@ def diagnose(
             raise ConfigError("diagnose loads both models on this machine: set hardware.machine to this")
         write = html_writer(html) if html is not None else None  # what is wrong with it is said now
         asked = read_prompts(prompts) if prompts is not None else BUILT_IN
-        with _start(settings) as duo, _bar(quiet=as_json) as bar:
+        with started(settings) as duo, progress_bar(quiet=as_json) as bar:
             prepared, task = duo.prepared, bar.add_task("running the pipeline", total=1.0)
             observed = observe(
                 duo, asked[:limit], max_tokens=max_tokens, temperature=temperature, raw=raw, seed=seed,
                 progress=lambda text, share: bar.update(task, description=text, completed=share),
             )  # fmt: skip
-        with _bar(quiet=as_json) as bar:
+        with progress_bar(quiet=as_json) as bar:
             task = bar.add_task("comparing", total=1.0)
             diagnosis = conclude(
                 prepared, observed, lambda text, share: bar.update(task, description=text, completed=share)
@@ -277,10 +234,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """What this machine is, what would be chosen and why, and what is wrong."""
-    with _user_errors():
+    with user_errors():
         from duo_ray.doctor import examine  # noqa: PLC0415
 
-        with _bar(quiet=as_json) as bar:
+        with progress_bar(quiet=as_json) as bar:
             task = bar.add_task("examining", total=None)
             report = examine(
                 lambda: _config(config, setting, target, draft, False),
@@ -311,14 +268,14 @@ def bench(
     setting: Setting = None,
 ) -> None:
     """Measure this system against its own parts and against other engines on the same models; writes a report."""
-    with _user_errors():
+    with user_errors():
         try:
             from benchmarks import series  # noqa: PLC0415
         except ImportError as error:
             raise DuoRayError(f"bench needs {error.name}: install it with pip install 'duo-ray[bench]'") from None
         overrides = [f"{key}={value}" for key, value in series.DEFAULTS.items()]
         settings = _config(config, [*overrides, *(setting or [])], target, draft, False)
-        with _bar() as bar:
+        with progress_bar() as bar:
             task = bar.add_task("starting", total=None)
             text = series.run(
                 settings, out, tasks=tasks, methods=methods, prompts=prompts, count=count, tokens=tokens, seed=seed,
@@ -355,7 +312,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """What to expect on hardware you do not have yet, by simulating the loop: speed-up, settings, capacity."""
-    with _user_errors():
+    with user_errors():
         from duo_ray.planning import Text as Texts  # noqa: PLC0415
         from duo_ray.planning import predict, required_capacity  # noqa: PLC0415
         from duo_ray.planning.inputs import read_hardware  # noqa: PLC0415
@@ -391,7 +348,7 @@ def quantize(
     threads: Annotated[int, typer.Option(help="0: all cores.")] = 0,
 ) -> None:
     """Make a smaller, faster draft from a GGUF with llama.cpp's own quantiser."""
-    with _user_errors():
+    with user_errors():
         from duo_ray.models.llama_library import quantize as run  # noqa: PLC0415
 
         with errors.status(f"quantising {source.name} to {type_name}"):
@@ -460,12 +417,12 @@ def vocab(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """What two vocabularies have in common, and how a draft of the one would serve a target of the other."""
-    with _user_errors():
+    with user_errors():
         from duo_ray.models.catalog import resolve_draft, resolve_target  # noqa: PLC0415
         from duo_ray.models.translating import examine  # noqa: PLC0415
 
         settings = load_config(None, {"models.draft.vocabulary": strategy}).models.draft
-        with _bar(quiet=as_json) as bar:
+        with progress_bar(quiet=as_json) as bar:
             task = bar.add_task("reading both vocabularies", total=None)
             files = resolve_target(target, progress=lambda text, _share: bar.update(task, description=text))
             match = examine(resolve_draft(draft), files.tokenizer_path, settings.vocabulary)
@@ -494,52 +451,6 @@ def _config(
     if no_draft:
         overrides["models.draft.model"] = None
     return load_config(path, overrides)
-
-
-@contextmanager
-def _start(config: Config) -> Iterator[Any]:
-    """A running pipeline, with a progress bar on standard error while it starts."""
-    from duo_ray.session import Duo  # noqa: PLC0415 - Ray is imported only by commands that need it
-
-    terminate = signal.getsignal(signal.SIGTERM)
-    with _bar() as bar:
-        task = bar.add_task("starting", total=None)
-
-        def progress(text: str, share: float | None) -> None:
-            signal.signal(signal.SIGTERM, terminate)  # Ray puts its own handler there when it starts
-            bar.update(task, description=text, total=None if share is None else 1.0, completed=share or 0.0)
-
-        duo = Duo(config, progress=progress)
-    with duo:
-        yield duo
-
-
-def _bar(*, quiet: bool = False) -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=errors, transient=True, disable=quiet or not errors.is_terminal)
-
-
-@contextmanager
-def _user_errors() -> Iterator[None]:
-    """Errors a user can mend end as one line and exit code 2; Ctrl-C and SIGTERM clean up first."""
-    received: list[int] = []
-
-    def terminate(number: int, _frame: object) -> NoReturn:
-        received.append(number)
-        raise KeyboardInterrupt  # not SystemExit: Ray's calls turn that into one with exit code 1
-
-    signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    except DuoRayError as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(USAGE_ERROR) from None
-    except KeyboardInterrupt:
-        errors.print("interrupted", style="dim")
-        raise typer.Exit(128 + (received or [signal.SIGINT])[0]) from None
-    except BrokenPipeError:
-        sys.stderr.close()
-        raise typer.Exit(0) from None
 
 
 def main() -> None:

@@ -1,0 +1,103 @@
+"""What the commands have in common at the terminal: answers in colour, a bar while one waits, errors in one line."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from duo_ray.config import Config
+from duo_ray.types import DuoRayError, Finished, Origin, Token
+
+errors = Console(stderr=True)
+
+COLOURS = {Origin.ACCEPTED: "green", Origin.CORRECTION: "yellow", Origin.BONUS: "cyan", Origin.PLAIN: "default"}
+
+USAGE_ERROR = 2
+
+
+def show_stream(stream: Iterator[Token | Finished], colour: bool | None) -> Finished:
+    """Print tokens as they come, in colour where wanted, and the figures at the end."""
+    console = Console(soft_wrap=True, highlight=False)
+    coloured = console.is_terminal if colour is None else colour
+    if coloured:
+        console = Console(soft_wrap=True, highlight=False, force_terminal=True)
+        legend = Text.assemble(*((f" {origin} ", f"reverse {style}") for origin, style in COLOURS.items()))
+        console.print(legend)
+    for item in stream:
+        if isinstance(item, Finished):
+            console.print()
+            errors.print(_figures(item), style="dim", highlight=False)
+            return item
+        if coloured:
+            console.print(Text(item.text, COLOURS[item.origin]), end="")
+        else:
+            sys.stdout.write(item.text)
+            sys.stdout.flush()
+    raise RuntimeError("the stream ended without its end")
+
+
+def _figures(end: Finished) -> str:
+    """One line: what the answer took."""
+    stats: dict[str, Any] = end.stats
+    share = stats["accepted_tokens"] / stats["draft_tokens"] if stats["draft_tokens"] else 0.0
+    return (
+        f"{end.completion_tokens} tokens ({end.reason}), {stats['tokens_per_s']:.1f} tokens/s, first after "
+        f"{stats['ttft_ms']:.0f} ms; {stats['target_steps']} target steps, {stats['accepted_tokens']} of "
+        f"{stats['draft_tokens']} drafted tokens accepted ({share:.0%}); target {stats['t_target_ms']:.0f} ms a step, "
+        f"draft {stats['t_draft_ms']:.0f} ms a token, overhead {stats['round_overhead_ms']['p50']:.1f} ms a step"
+    )
+
+
+@contextmanager
+def started(config: Config) -> Iterator[Any]:
+    """A running pipeline, with a progress bar on standard error while it starts."""
+    from duo_ray.session import Duo  # noqa: PLC0415 - Ray is imported only by commands that need it
+
+    terminate = signal.getsignal(signal.SIGTERM)
+    with progress_bar() as bar:
+        task = bar.add_task("starting", total=None)
+
+        def progress(text: str, share: float | None) -> None:
+            signal.signal(signal.SIGTERM, terminate)  # Ray puts its own handler there when it starts
+            bar.update(task, description=text, total=None if share is None else 1.0, completed=share or 0.0)
+
+        duo = Duo(config, progress=progress)
+    with duo:
+        yield duo
+
+
+def progress_bar(*, quiet: bool = False) -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=errors, transient=True, disable=quiet or not errors.is_terminal)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Errors a user can mend end as one line and exit code 2; Ctrl-C and SIGTERM clean up first."""
+    received: list[int] = []
+
+    def terminate(number: int, _frame: object) -> NoReturn:
+        received.append(number)
+        raise KeyboardInterrupt  # not SystemExit: Ray's calls turn that into one with exit code 1
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except DuoRayError as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(USAGE_ERROR) from None
+    except KeyboardInterrupt:
+        errors.print("interrupted", style="dim")
+        raise typer.Exit(128 + (received or [signal.SIGINT])[0]) from None
+    except BrokenPipeError:
+        sys.stderr.close()
+        raise typer.Exit(0) from None
