@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from duo_ray.config import Config, ConfigError, load_config
-from duo_ray.terminal import errors, progress_bar, show_stream, started, user_errors
+from duo_ray.terminal import errors, prepared, progress_bar, show_stream, started, user_errors
 from duo_ray.types import DuoRayError
 
 app = typer.Typer(
@@ -76,7 +76,11 @@ def generate(
 ) -> None:
     """Answer a prompt; the text streams as it is verified and ends with a line of figures."""
     with user_errors():
+        from duo_ray.session import checked_request  # noqa: PLC0415 - Ray is imported only by commands that need it
+
         settings = _config(config, setting, target, draft, no_draft)
+        if trace is not None and not trace.parent.is_dir():
+            raise ConfigError(f"--trace {trace}: there is no directory {trace.parent}")
         text = sys.stdin.read() if prompt == "-" else prompt
         messages: Any = (
             text
@@ -86,26 +90,29 @@ def generate(
                 {"role": "user", "content": text},
             ]
         )
-        with started(settings) as duo:
-            request = duo.request(
-                messages,
-                raw=raw,
-                draft=not no_draft,
-                max_tokens=max_tokens,
-                stop=stop or None,
-                ignore_eos=ignore_eos,
-                draft_budget=draft_budget,
-                max_sequences=max_sequences,
-                trace=trace is not None,
-                seed=seed,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                presence_penalty=presence_penalty,
-                frequency_penalty=frequency_penalty,
-            )
+        ready = prepared(settings)
+        # Refused, if it must be, before any actor starts.
+        request = checked_request(
+            ready,
+            messages,
+            raw=raw,
+            draft=not no_draft,
+            max_tokens=max_tokens,
+            stop=stop or None,
+            ignore_eos=ignore_eos,
+            draft_budget=draft_budget,
+            max_sequences=max_sequences,
+            trace=trace is not None,
+            seed=seed,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+        )
+        with started(ready) as duo:
             if as_json:
                 answer = duo.generate(request)
                 print(json.dumps(answer.as_dict(), ensure_ascii=False))
@@ -384,7 +391,7 @@ def distill(
     At last it is written for transformers and, in several weight types, for llama.cpp; all are measured here, and the
     fastest is what `--draft DIRECTORY` takes. Interrupted at any moment, the same command goes on with --resume.
     """
-    with _user_errors():
+    with user_errors():
         from duo_ray.distillation import Task, distill  # noqa: PLC0415
         from duo_ray.distillation.card import show_drafts  # noqa: PLC0415
 
@@ -392,11 +399,11 @@ def distill(
         model = settings.models.target.model
         if settings.models.draft.model == "demo" != model:  # the default, and of another family
             settings = _config(config, setting, target, None, True)
-        with _bar(quiet=as_json) as bar:
+        with progress_bar(quiet=as_json) as bar:
             task = bar.add_task("starting", total=None)
             made = distill(
                 Task(model, prompts, layers, student, max_tokens, samples, divergence, raw), out, settings,
-                minutes=minutes, resume=resume, start=_start, say=lambda line: errors.print(line, highlight=False),
+                minutes=minutes, resume=resume, start=started, say=lambda line: errors.print(line, highlight=False),
                 progress=lambda text, share: bar.update(
                     task, description=text, total=None if share is None else 1.0, completed=share or 0.0
                 ),

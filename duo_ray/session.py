@@ -15,6 +15,7 @@ from duo_ray.actors.launch import Pipeline, new_request_id
 from duo_ray.actors.prepare import Prepared, Progress, prepare
 from duo_ray.closing import Closing
 from duo_ray.config import Config, load_config
+from duo_ray.core.step import check_prompt
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.types import Delta, Finished, FinishReason, Ids, InvalidRequest, Request, SamplingParams, Token, TraceEvent
 
@@ -62,12 +63,16 @@ class Duo(Closing):
             print(duo.generate("Explain gravity to a child.").text)
 
     Args:
-        config: settings; None is the demo pair with defaults.
+        config: settings, or what `prepare` made of them; None is the demo pair with defaults.
         progress: told what start-up is busy with.
     """
 
-    def __init__(self, config: Config | None = None, *, progress: Progress = lambda _text, _share: None) -> None:
-        self.prepared: Prepared = prepare(config or load_config(), progress=progress)
+    def __init__(
+        self, config: Config | Prepared | None = None, *, progress: Progress = lambda _text, _share: None
+    ) -> None:
+        if not isinstance(config, Prepared):
+            config = prepare(config or load_config(), progress=progress)
+        self.prepared = config
         for line in (*self.prepared.notes, *(f"{name}: {size}" for name, size in self.prepared.memory.items())):
             logger.info("%s", line)
         self.pipeline = Pipeline(self.prepared.settings, progress=lambda text: progress(text, None))
@@ -78,7 +83,7 @@ class Duo(Closing):
 
     def request(self, prompt: Prompt, **options: Any) -> Request:
         """A request for this pipeline; options as for `build_request`."""
-        return build_request(self.prepared.config, self.prepared.tokenizer, prompt, **options)
+        return checked_request(self.prepared, prompt, **options)
 
     def stream(self, prompt: Prompt | Request, **options: Any) -> Iterator[Token | Finished]:
         """Tokens as they become certain, then `Finished`; options as for `build_request`."""
@@ -95,6 +100,18 @@ class Duo(Closing):
         """Free every process and resource."""
         self.pipeline.close()
         self.prepared.claims.release()
+
+
+def checked_request(prepared: Prepared, prompt: Prompt, **options: Any) -> Request:
+    """A request for the pipeline that these preparations will start; options as for `build_request`.
+
+    Raises:
+        InvalidRequest: a parameter out of range or unknown, by name.
+        ContextOverflow: the prompt does not fit.
+    """
+    request = build_request(prepared.config, prepared.tokenizer, prompt, **options)
+    check_prompt(request, prepared.settings.target.max_context)
+    return request
 
 
 def build_request(

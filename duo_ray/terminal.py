@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -57,22 +57,38 @@ def _figures(end: Finished) -> str:
     )
 
 
+def prepared(config: Config) -> Any:
+    """What `prepare` makes of these settings, with a progress bar on standard error."""
+    from duo_ray.actors.prepare import prepare  # noqa: PLC0415 - imports Ray
+
+    with _starting() as progress:
+        return prepare(config, progress=progress)
+
+
 @contextmanager
-def started(config: Config) -> Iterator[Any]:
-    """A running pipeline, with a progress bar on standard error while it starts."""
-    from duo_ray.session import Duo  # noqa: PLC0415 - Ray is imported only by commands that need it
+def started(config: Any) -> Iterator[Any]:
+    """A running pipeline of a `Config` or what is `prepared`, with a progress bar on standard error while it starts."""
+    from duo_ray.session import Duo  # noqa: PLC0415 - imports Ray
 
     terminate = signal.getsignal(signal.SIGTERM)
-    with progress_bar() as bar:
-        task = bar.add_task("starting", total=None)
+    with _starting() as show:
 
         def progress(text: str, share: float | None) -> None:
             signal.signal(signal.SIGTERM, terminate)  # Ray puts its own handler there when it starts
-            bar.update(task, description=text, total=None if share is None else 1.0, completed=share or 0.0)
+            show(text, share)
 
         duo = Duo(config, progress=progress)
     with duo:
         yield duo
+
+
+@contextmanager
+def _starting() -> Iterator[Callable[[str, float | None], None]]:
+    with progress_bar() as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda text, share: bar.update(
+            task, description=text, total=None if share is None else 1.0, completed=share or 0.0
+        )
 
 
 def progress_bar(*, quiet: bool = False) -> Progress:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from duo_ray.core.stats import RequestStats
-from duo_ray.metrics import Meter, RequestMeter, StepTimes, prometheus, snapshot
+from duo_ray.core.stats import RequestStats, StepTimes
+from duo_ray.metrics import Meter, RequestMeter, prometheus, snapshot
 from duo_ray.metrics.exposition import RayPublisher
 from duo_ray.metrics.history import HISTORY_S
 from duo_ray.metrics.series import SERIES, Kind, ray_name

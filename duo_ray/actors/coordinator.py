@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import ray
 from ray.actor import ActorHandle
@@ -21,6 +21,7 @@ from duo_ray.core.gamma import Acceptance, Costs, GammaController, Policy
 from duo_ray.core.round import RoundPlanner
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
+from duo_ray.hardware.load import sample_load
 from duo_ray.metrics import Meter, RequestMeter
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import Strategy
@@ -82,10 +83,10 @@ class Coordinator:
         self._tokenizer = Tokenizer.load(settings.tokenizer_path)
         self._acceptance = Acceptance()
         self._costs = Costs()
-        self._planner: RoundPlanner[Run] = RoundPlanner(
+        self._planner: RoundPlanner[Run[ProbsHandle]] = RoundPlanner(
             settings.policy, self._costs, drafts=len(drafts), chunk=settings.chunk
         )
-        self._rounds: Rounds[Run] = Rounds(self._begin_round)
+        self._rounds: Rounds[Run[ProbsHandle]] = Rounds(self._begin_round)
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._queued = 0
 
@@ -169,7 +170,9 @@ class Coordinator:
                 self._queued -= 1
             meter.admitted()
             try:
-                await self._run(request, meter, arrived).steps(emit)
+                run = self._run(request, meter, arrived)
+                await run.steps(lambda tokens: emit(Delta(tuple(tokens))))
+                emit(_finished(run, meter))
             finally:
                 self._slots.release()
 
@@ -187,21 +190,23 @@ class Coordinator:
         """How many requests run and wait."""
         return Load(running=len(self._rounds), queued=self._queued)
 
-    def _begin_round(self, runs: Sequence[Run]) -> list[Run]:
+    def _begin_round(self, runs: Sequence[Run[ProbsHandle]]) -> list[Run[ProbsHandle]]:
         return self._planner.begin(runs, rows=len(self._rounds), now=time.time())
 
-    def _run(self, request: Request, meter: RequestMeter, arrived: float) -> Run:
+    def _run(self, request: Request, meter: RequestMeter, arrived: float) -> Run[ProbsHandle]:
         """A request that has its slot, with the least busy draft that answers, else the least busy one."""
         drafts = self._drafts if request.draft else []
         draft = min(drafts, key=lambda draft: (not draft.available, draft.requests), default=None)
+        decoding = self._decoding(request, arrived, with_draft=draft is not None)
         return Run(
-            self._decoding(request, arrived, with_draft=draft is not None),
+            decoding,
             target=self._target,
             draft=draft,
             rounds=self._rounds,
             planner=self._planner,
             costs=self._costs,
-            meter=meter,
+            clock=time.time,
+            stepped=lambda times: meter.step(decoding.stats, times),
         )
 
     def _decoding(self, request: Request, arrived: float, *, with_draft: bool) -> Decoding[ProbsHandle]:
@@ -227,3 +232,13 @@ class Coordinator:
     def _learn_draft(self, block: DraftBlock) -> None:
         for width, seconds in block.token_seconds:
             self._costs.observe_draft(width, seconds)
+
+
+def _finished(run: Run[ProbsHandle], meter: RequestMeter) -> Finished:
+    """The last message of an answer."""
+    stats, reason = run.decoding.stats, run.decoding.generation.finish_reason
+    if reason is None:
+        raise DuoRayError("the stream ended before the request did")
+    stats.load = asdict(sample_load(seconds=0.0))
+    meter.finished(reason)
+    return Finished(reason, stats.prompt_tokens, stats.completion_tokens, stats.as_dict(), tuple(run.trace))

@@ -14,28 +14,17 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError
 
 from duo_ray.actors.batching import Batcher
+from duo_ray.actors.models import DraftLost, Judgement, ProbsLost, TargetLost
 from duo_ray.actors.node import node_id
 from duo_ray.actors.target import ProbsPick
 from duo_ray.actors.wire import Link, LinkLostError
 from duo_ray.metrics import Meter
-from duo_ray.types import DraftBlock, DraftJob, DuoRayError, Span, TargetReply, Verdict, VerifyJob
+from duo_ray.types import DraftBlock, DraftJob, DuoRayError, TargetReply, VerifyJob
 
 logger = logging.getLogger(__name__)
 
 RETURN_DEADLINE_S = 600.0
 """How long a request waits for a restarted target (a large model loads for minutes)."""
-
-
-class DraftLost(DuoRayError):
-    """The draft actor died under a job; the request goes on without it."""
-
-
-class TargetLost(DuoRayError):
-    """The target actor died under a job; the job can be sent again once it is back."""
-
-
-class ProbsLost(DuoRayError):
-    """The object store lost a block's probabilities (its node died): the block cannot be verified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +36,6 @@ class ProbsHandle:
 
     source: ray.ObjectRef | bytes
     entry: int
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """One verdict and the pass it came from."""
-
-    verdict: Verdict
-    span: Span
-    requests: int
-    """How many verdicts the pass gave."""
 
 
 class _Peer:
@@ -157,7 +136,7 @@ class DraftPeer(_Peer):
         await super().connect()
 
     async def draft(self, job: DraftJob) -> Draft:
-        """Raises `DraftLost`, `UnknownPrefix`, or what the model raised."""
+        """See `actors.models.Drafter`."""
         return await self._batcher.submit(job)
 
     async def _call(self, jobs: Sequence[DraftJob]) -> list[Draft]:
@@ -193,7 +172,7 @@ class TargetPeer(_Peer):
         )
 
     async def verify(self, job: VerifyJob, probs: ProbsHandle | None) -> Judgement:
-        """Raises `TargetLost`, `ProbsLost`, `UnknownPrefix`, or what the model raised."""
+        """See `actors.models.Target`."""
         if self._link is not None and probs is not None and not isinstance(probs.source, bytes):
             # Fetched here: between taking a job from the queue and sending it nothing may be waited for, so that a
             # release sent after it is obeyed after it.
@@ -204,7 +183,7 @@ class TargetPeer(_Peer):
         return await self._batcher.submit((job, probs))
 
     async def returned(self) -> None:
-        """Wait for a lost target. Raises `DuoRayError` when it will not come back."""
+        """See `actors.models.Target`."""
         while not self.available:
             self.check()
             await asyncio.sleep(0.1)

@@ -1,61 +1,74 @@
-"""One request on its way through the actors, step after step, whatever happens to them."""
+"""One request on its way through the models, step after step, whatever happens to them.
+
+The same for real models in other processes and for simulated ones in simulated time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
-from dataclasses import asdict
+from typing import Generic, TypeVar
 
-from duo_ray.actors.peers import Draft, DraftLost, DraftPeer, Judgement, ProbsHandle, ProbsLost, TargetLost, TargetPeer
+from duo_ray.actors.models import Drafter, DraftLost, Judgement, ProbsLost, Target, TargetLost
 from duo_ray.actors.rounds import Rounds
 from duo_ray.core.gamma import Costs, Plan
 from duo_ray.core.round import RoundPlanner
+from duo_ray.core.stats import StepTimes
 from duo_ray.core.step import Decoding
-from duo_ray.hardware.load import sample_load
-from duo_ray.metrics import RequestMeter, StepTimes
-from duo_ray.types import Delta, DraftBlock, DraftJob, DuoRayError, Finished, Span, Token, TraceEvent, UnknownPrefix
+from duo_ray.types import DraftBlock, DraftJob, DuoRayError, Span, Token, TraceEvent, UnknownPrefix
 
 logger = logging.getLogger(__name__)
 
+Probs = TypeVar("Probs")
+"""What stands for a block's probabilities on their way from the draft to the target."""
 
-class Run:
+
+class Run(Generic[Probs]):
     """Asks target and draft what `decoding` wants to know, in rounds with other requests."""
 
     def __init__(
         self,
-        decoding: Decoding[ProbsHandle],
+        decoding: Decoding[Probs],
         *,
-        target: TargetPeer,
-        draft: DraftPeer | None,
-        rounds: Rounds[Run],
-        planner: RoundPlanner[Run],
+        target: Target[Probs],
+        draft: Drafter[Probs] | None,
+        rounds: Rounds[Run[Probs]],
+        planner: RoundPlanner[Run[Probs]],
         costs: Costs,
-        meter: RequestMeter,
+        clock: Callable[[], float],
+        stepped: Callable[[StepTimes | None], None],
     ) -> None:
-        """`costs` are told what each round took beside the models' work."""
+        """Args:
+        costs: told what each round took beside the models' work.
+        clock: seconds; the models' spans are by the same clock.
+        stepped: told the end of every step, without times for the first, which is prefill.
+        """
         self.decoding = decoding
-        self._request, self._stats = decoding.request, decoding.stats
-        self._target, self._draft = target, draft
-        self._rounds, self._planner, self._costs, self._meter = rounds, planner, costs, meter
-        self._pending: asyncio.Task[Draft] | None = None
-        self._draft_fault: str | None = None
-        self._trace: list[TraceEvent] = []
+        self.trace: list[TraceEvent] = []
+        """What was at work when, if the request asks for it."""
         self.prefilling = True
         """Whether the target does not hold the whole prompt yet."""
+        self._request, self._stats = decoding.request, decoding.stats
+        self._target, self._draft = target, draft
+        self._rounds, self._planner, self._costs = rounds, planner, costs
+        self._clock, self._stepped = clock, stepped
+        self._pending: asyncio.Task[tuple[DraftBlock, Probs | None]] | None = None
+        self._draft_fault: str | None = None
         self._in_step = False
         self._chunk = 1
         if self._draft is not None:
             self._draft.requests += 1
 
-    async def steps(self, emit: Callable[[Delta | Finished], None]) -> None:
-        """Step after step to the end of the request, or until it is cancelled; frees what it held in any case."""
+    async def steps(self, emit: Callable[[list[Token]], None]) -> None:
+        """Step after step to the end of the request, or until it is cancelled; frees what it held in any case.
+
+        `emit` gets tokens as they become certain, never none.
+        """
         self._rounds.enter(self)
         try:
             while not self.decoding.finished:
-                await self._step(lambda tokens: emit(Delta(tuple(tokens))) if tokens else None)
-            emit(self._finished())
+                await self._step(lambda tokens: emit(tokens) if tokens else None)
         finally:
             self._close()
 
@@ -84,10 +97,10 @@ class Run:
     async def _step(self, emit: Callable[[list[Token]], None]) -> None:
         decoding, stats = self.decoding, self._stats
         await self._rounds.join(self)
-        began = time.time()
+        began = self._clock()
         lead = await self._lead()
         await self._rounds.all_led()
-        sent, job = time.time(), None
+        sent, job = self._clock(), None
         if self._without_draft() is None and (job := decoding.draft_job()) is not None:
             self._pending = self._ask(job)
         judgement = await self._judge()
@@ -96,17 +109,17 @@ class Run:
         if first:
             # Shown at once: the first token does not wait for the draft's prompt pass.
             emit(tokens + decoding.settle())
-            tokens, stats.first_token = [], time.time()
+            tokens, stats.first_token = [], self._clock()
         patience = 0.0
         if job is not None and not first and decoding.worth_waiting:
-            patience = self._planner.patience(job.budget, waited=time.time() - sent, rows=len(self._rounds))
+            patience = self._planner.patience(job.budget, waited=self._clock() - sent, rows=len(self._rounds))
         block = await self._collect(patience)
         # One message a step: each costs the processes at both ends time that the models could use.
         emit(tokens + decoding.settle())
         self._in_step = False
-        stats.ended = time.time()
+        stats.ended = self._clock()
         if first:
-            self._meter.step(stats)
+            self._stepped(None)
             return
         self._account(Span(began, stats.ended), judgement, lead, block)
 
@@ -114,7 +127,7 @@ class Run:
     def _draft_name(self) -> str:
         return "" if self._draft is None else self._draft.name
 
-    def _ask(self, job: DraftJob) -> asyncio.Task[Draft]:
+    def _ask(self, job: DraftJob) -> asyncio.Task[tuple[DraftBlock, Probs | None]]:
         if self._draft is None:
             raise DuoRayError("a draft job for a request without a draft")
         return asyncio.create_task(self._draft.draft(job))
@@ -186,7 +199,7 @@ class Run:
         self._note(self._draft_name, "block", block.span, tokens=block.drafted, sequences=len(block.sequences))
         return block
 
-    def _take(self) -> Draft | None:
+    def _take(self) -> tuple[DraftBlock, Probs | None] | None:
         """The finished draft job's answer; a failed one leaves the request without a draft for now."""
         task, self._pending = self._pending, None
         if task is None:
@@ -213,22 +226,12 @@ class Run:
         overhead = self._stats.timed(wall, judgement.span, lead_seconds, block_seconds)
         self._costs.observe_overhead(overhead)
         plain = self._costs.target_seconds(judgement.requests)
-        self._meter.step(self._stats, StepTimes(judgement.span.seconds, overhead, plain))
+        self._stepped(StepTimes(judgement.span.seconds, overhead, plain))
         self._note("coordinator", "step", wall)
 
     def _note(self, actor: str, name: str, span: Span, **details: int) -> None:
         if self._request.trace:
-            self._trace.append(TraceEvent(actor, name, span, tuple((k, str(v)) for k, v in details.items())))
-
-    def _finished(self) -> Finished:
-        decoding = self.decoding
-        reason = decoding.generation.finish_reason
-        if reason is None:
-            raise DuoRayError("the stream ended before the request did")
-        self._stats.load = asdict(sample_load(seconds=0.0))
-        stats = self._stats.as_dict()
-        self._meter.finished(reason)
-        return Finished(reason, self._stats.prompt_tokens, self._stats.completion_tokens, stats, tuple(self._trace))
+            self.trace.append(TraceEvent(actor, name, span, tuple((k, str(v)) for k, v in details.items())))
 
     def _close(self) -> None:
         request_id = self._request.request_id

@@ -9,6 +9,17 @@ from dataclasses import dataclass, field
 from duo_ray.types import DraftBlock, Span
 
 
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of one decode step."""
+
+    target: float
+    """The target pass that judged the request's block, beside those of others."""
+    overhead: float
+    plain: float
+    """Estimate: one plain pass over as many requests."""
+
+
 @dataclass(slots=True)
 class RequestStats:
     """Counters of one request, filled in as its steps happen. Times are seconds until `as_dict` shows milliseconds."""

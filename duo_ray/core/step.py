@@ -78,6 +78,19 @@ class _Ending:
     best_tail: int | None = None
 
 
+def check_prompt(request: Request, max_context: int) -> None:
+    """Refuse a prompt that leaves no room for an answer in a context of `max_context` tokens.
+
+    Raises:
+        ContextOverflow: saying both lengths.
+    """
+    if len(request.prompt) >= max_context:
+        raise ContextOverflow(
+            f"the prompt has {len(request.prompt)} tokens; the target's context holds {max_context}, "
+            "and the answer needs at least one of them: shorten the prompt or raise models.target.max_seq_len"
+        )
+
+
 class Decoding(Generic[Probs]):
     """State of one request between the answers of target and draft."""
 
@@ -95,11 +108,7 @@ class Decoding(Generic[Probs]):
         prefetch: bool = True,
     ) -> None:
         """`max_context` and `draft_context` are how many tokens target and draft can hold; None: there is no draft."""
-        if len(request.prompt) >= max_context:
-            raise ContextOverflow(
-                f"the prompt has {len(request.prompt)} tokens; the target's context holds {max_context}, "
-                "and the answer needs at least one of them: shorten the prompt or raise models.target.max_seq_len"
-            )
+        check_prompt(request, max_context)
         self.request = request
         self.controller = controller
         self.stats = stats
@@ -141,6 +150,11 @@ class Decoding(Generic[Probs]):
             self.stats.reasons[kind] += 1
             self.stats.last_reason = detail or self.stats.last_reason
         return plan
+
+    @property
+    def current_plan(self) -> Plan:
+        """Of the step that has begun."""
+        return self._plan
 
     def may_draft(self, without_draft: str | None) -> bool:
         """Whether this step could draft; `without_draft` says why none can be asked."""

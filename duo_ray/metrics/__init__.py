@@ -8,9 +8,9 @@ from __future__ import annotations
 from duo_ray.metrics.exposition import RayPublisher, prometheus
 from duo_ray.metrics.figures import Figures, snapshot
 from duo_ray.metrics.request import RequestMeter
-from duo_ray.metrics.tally import StepTimes, Tally
+from duo_ray.metrics.tally import Tally
 
-__all__ = ["Figures", "Meter", "RequestMeter", "StepTimes", "prometheus", "snapshot"]
+__all__ = ["Figures", "Meter", "RequestMeter", "prometheus", "snapshot"]
 
 
 class Meter:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from duo_ray.core.stats import RequestStats
+from duo_ray.core.stats import RequestStats, StepTimes
 from duo_ray.metrics.series import Ended
-from duo_ray.metrics.tally import StepCounts, StepTimes, Tally
+from duo_ray.metrics.tally import StepCounts, Tally
 from duo_ray.types import FinishReason
 
 

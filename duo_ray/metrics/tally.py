@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from duo_ray.core.stats import StepTimes
 from duo_ray.metrics.figures import Figures
 from duo_ray.metrics.history import RECENT_S, History
 from duo_ray.metrics.series import (
@@ -65,17 +66,6 @@ class StepCounts:
     """Sequences of each drafted block that came back."""
     plain_reason: str | None
     """Why nothing was drafted; None when something was."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Seconds of one decode step."""
-
-    target: float
-    """The target pass that judged the request's block, beside those of others."""
-    overhead: float
-    plain: float
-    """Estimate: one plain pass over as many requests."""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError
 
-from duo_ray.actors.peers import TargetLost, TargetPeer
+from duo_ray.actors.models import TargetLost
+from duo_ray.actors.peers import TargetPeer
 from duo_ray.metrics import Meter
 from duo_ray.types import DuoRayError
 

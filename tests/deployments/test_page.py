@@ -13,8 +13,8 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from duo_ray.core.stats import RequestStats
-from duo_ray.metrics import StepTimes, snapshot
+from duo_ray.core.stats import RequestStats, StepTimes
+from duo_ray.metrics import snapshot
 from duo_ray.types import Delta, DuoRayError, Finished, Origin, Overloaded, Request
 from tests.deployments.scripted import ScriptedEngine, says, served
 
