@@ -25,7 +25,7 @@ from duo_ray.hardware.load import sample_load
 from duo_ray.metrics import Meter, RequestMeter
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import Strategy
-from duo_ray.types import Delta, DraftBlock, DuoRayError, Finished, Request
+from duo_ray.types import Delta, DuoRayError, Finished, Request
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,9 @@ class Coordinator:
             observe=lambda reply: self._costs.observe_target(reply.tokens, reply.span.seconds),
         )
         self._drafts = [
-            DraftPeer(f"draft-{i}", handle, self._meter, tokenizer=tokenizer, limit=slots, observe=self._learn_draft)
+            DraftPeer(
+                f"draft-{i}", handle, self._meter, tokenizer=tokenizer, limit=slots, observe=self._costs.observe_call
+            )
             for i, handle in enumerate(self._draft_handles)
         ]
         for peer in (self._target, *self._drafts):
@@ -228,10 +230,6 @@ class Coordinator:
             max_sequences=self._settings.max_sequences,
             prefetch=self._settings.prefetch,
         )
-
-    def _learn_draft(self, block: DraftBlock) -> None:
-        for width, seconds in block.token_seconds:
-            self._costs.observe_draft(width, seconds)
 
 
 def _finished(run: Run[ProbsHandle], meter: RequestMeter) -> Finished:

@@ -119,9 +119,9 @@ class DraftPeer(_Peer):
         *,
         tokenizer: ray.ObjectRef,
         limit: int,
-        observe: Callable[[DraftBlock], None],
+        observe: Callable[[Sequence[DraftBlock]], None],
     ) -> None:
-        """`tokenizer` is the target's; `observe` is told, once a call, the block that took part in most decodes."""
+        """`tokenizer` is the target's; `observe` is told the blocks of every call."""
         super().__init__(name, handle, meter)
         self._tokenizer = tokenizer
         self.requests = 0
@@ -151,7 +151,7 @@ class DraftPeer(_Peer):
         except (RayActorError, LinkLostError) as error:
             raise DraftLost(self._lost(error)) from error
         self._tally.busy(self.name, max(block.span.seconds for block in blocks))
-        self._observe(max(blocks, key=lambda block: len(block.token_seconds)))
+        self._observe(blocks)
         return [
             (block, None if job.sampling.greedy else ProbsHandle(source, entry))
             for entry, (job, block) in enumerate(zip(jobs, blocks, strict=True))

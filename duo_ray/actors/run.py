@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from duo_ray.actors.models import Drafter, DraftLost, Judgement, ProbsLost, Target, TargetLost
@@ -84,6 +84,11 @@ class Run(Generic[Probs]):
     def waits_for_draft(self) -> bool:
         """Whether a block asked for in an earlier step has not come yet."""
         return self._pending is not None
+
+    @property
+    def draft(self) -> Hashable:
+        """Which draft actor it uses."""
+        return self._draft_name
 
     def begin_round(self, plan: Plan | None, chunk: int) -> bool:
         """Start a step, unless a prefill goes on. True: it has a lead that the others wait for."""

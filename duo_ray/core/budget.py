@@ -12,9 +12,10 @@ A request alone is planned by its own controller (`core.gamma`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +25,14 @@ from duo_ray.core.gamma import PROBE, Array, Costs, GammaController, Plan, Polic
 _FINE = 8
 """Leads and gammas up to this are all tried, beyond it those about a quarter apart."""
 
-_FAR_BEHIND = 8
+_FAR_BEHIND = 4
 """Ids a draft has to read before it can write: with more, the others would wait for that."""
-_READ_ALONE = 32
-"""Ids read in one call when nobody waits for another block of it."""
+_READ_BESIDE = 8
+"""Ids worth reading in one call beside what others write."""
+_READ_ALONE = 64
+"""Ids read in one call when nobody waits for a block of it."""
+_NEAR = 32
+"""Ids a draft may have to read before it writes a probe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,10 @@ class Seat:
     """Tokens of the block it holds."""
     behind: int
     """Ids its draft has not read yet."""
+    draft: Hashable = None
+    """Which draft actor it uses."""
+    busy: bool = False
+    """Whether that is still at work for an earlier round."""
 
 
 class _Choice(NamedTuple):
@@ -53,15 +62,17 @@ class SharedBudget:
     """Plans rounds of several requests. Like the controllers, it draws no random numbers and reads no clock."""
 
     _LEAVE, _RETURN = 1.02, 1.05
-    _SWITCH = 1.01
+    _SWITCH = 1.02
     _PROBE_SHARE = 0.01
     _SAVED_ROUNDS = 4.0
     _FREE_GAP, _LONGEST_GAP = 6, 256
-    _PATIENCE = 0.3
-    """How much more a request's tokens count for every round in which it did not draft: equals take turns."""
+    _TURN = 12
+    """Rounds a request drafts before an equal one may take its place."""
+    _SURE, _DUE = 2.0, 1.9
+    """How much more the tokens of a request count in its turn, and at most after having waited for one."""
     _CONTENTION = 0.05
     """How much longer rounds with drafting are taken to last before any was timed, log-seconds."""
-    _LEARNING, _FORGETTING = 0.2, 0.01
+    _LEARNING, _FORGETTING = 0.2, 0.005
 
     def __init__(self, policy: Policy, costs: Costs) -> None:
         self._policy, self._costs = policy, costs
@@ -71,8 +82,10 @@ class SharedBudget:
         self._allowed = allowed[np.ix_(few_leads, few_gammas)]
         self._choice: tuple[float, Plan] | None = None
         self._plain = False
-        self._idle: dict[GammaController, int] = {}
+        self._idle: WeakKeyDictionary[GammaController, int] = WeakKeyDictionary()
         """For how many rounds each request has not drafted."""
+        self._turns: WeakKeyDictionary[GammaController, int] = WeakKeyDictionary()
+        """For how many rounds each of those whose turn it is has drafted."""
         self._savings = 0.0
         self._gap = self._wait = 1
         self._slower = {False: 0.0, True: self._CONTENTION}
@@ -92,38 +105,66 @@ class SharedBudget:
             busy: a draft is still at work for an earlier round.
         """
         self._learn(elapsed)
-        self._expected = None
-        if not seats:
-            return []
+        self._expected = (True, self._costs.target_seconds(rows) + self._costs.overhead) if busy else None
+        free = [i for i, seat in enumerate(seats) if not seat.busy]
+        plans = [Plan(0, 0, False, "draft is busy")] * len(seats)
         if rows == 1:
             return [seat.controller.plan() for seat in seats]
+        for seat in seats:
+            self._idle[seat.controller] = self._idle.get(seat.controller, 0) + 1
+        if free:
+            shared = self._plan([seats[i] for i in free], rows, drafts, all_free=len(free) == len(seats))
+            for i, plan in zip(free, shared, strict=True):
+                plans[i] = plan
+            at_work = any((plan.gamma or plan.lead or plan.read) and plan.reason != PROBE for plan in plans)
+            self._expected = busy or at_work, self._seconds(seats, plans, rows, drafts)
+        return plans
+
+    def _plan(self, seats: Sequence[Seat], rows: int, drafts: int, *, all_free: bool) -> list[Plan]:
+        """A plan for each of these seats, whose drafts are free."""
         if not self._allowed.any():
-            return [Plan(0, 0, False, "plain: the configuration leaves nothing to draft") for _ in seats]
-        self._idle = {seat.controller: self._idle.get(seat.controller, 0) + 1 for seat in seats}
+            return [Plan(0, 0, False, "plain: the configuration leaves nothing to draft")] * len(seats)
         drafting, shared, gain = self._best(seats, rows, drafts)
-        plain = Plan(0, 0, False, f"plain: drafting {gain:.2f}x of plain decoding, {rows} requests")
-        plans = [plain] * len(seats)
         if drafting:
             self._gap = self._wait = 1
-            other = Plan(0, 0, False, f"plain: others' tokens are likelier, {rows} requests")
-            plans = [other] * len(seats)
-            chosen = self._ranked(seats)[:drafting]
-            behind = [i for i in chosen if seats[i].behind > _FAR_BEHIND]
-            for i in chosen:
-                plans[i] = Plan(shared.lead, shared.gamma, shared.overlap, "auto")
-            for i in behind:
-                plans[i] = Plan(0, 0, False, "draft reads")
-            for i in behind[:drafts]:
-                read = min(seats[i].behind, self._readable(rows, len(chosen) - len(behind), shared))
-                plans[i] = Plan(0, 0, False, "draft reads", read=read)
-        elif (probe := self._probe(rows)) is not None:
+            plans = self._turn(seats, drafting, shared, rows)
+        else:
+            plans = [Plan(0, 0, False, f"plain: drafting {gain:.2f}x of plain decoding, {rows} requests")] * len(seats)
             # One that has little to read, else the one that has waited longest.
-            near = [i for i, seat in enumerate(seats) if seat.behind <= _READ_ALONE] or range(len(seats))
-            plans[max(near, key=lambda i: self._idle[seats[i].controller])] = probe
+            near = [i for i, seat in enumerate(seats) if seat.behind <= _NEAR] or range(len(seats))
+            asked = max(near, key=lambda i: self._idle[seats[i].controller])
+            if all_free and (probe := self._probe(rows, seats[asked].behind)) is not None:
+                plans[asked] = probe
         for seat, plan in zip(seats, plans, strict=True):
             if plan.gamma or plan.lead or plan.read:
                 self._idle[seat.controller] = 0
-        self._expected = drafting > 0 or busy, self._seconds(seats, plans, rows, drafts)
+        return plans
+
+    def _turn(self, seats: Sequence[Seat], drafting: int, shared: Plan, rows: int) -> list[Plan]:
+        """`drafting` of the seats draft by this plan, or have their text read so that they can."""
+        chosen = self._ranked(seats)[:drafting]
+        plans = [Plan(0, 0, False, f"plain: it is others' turn, {rows} requests")] * len(seats)
+        for i, seat in enumerate(seats):
+            if i in chosen:
+                self._turns.setdefault(seat.controller, 0)
+            else:
+                self._turns.pop(seat.controller, None)
+        for draft in {seats[i].draft for i in chosen}:
+            own = [i for i in chosen if seats[i].draft == draft]
+            behind = [i for i in own if seats[i].behind > _FAR_BEHIND]
+            writing = [i for i in own if i not in behind]
+            if behind:
+                room = self._readable(rows, [seats[i] for i in writing], shared)
+                if room < min(_READ_BESIDE, seats[behind[0]].behind):
+                    # There is no time for both. For reading no one waits, and all get as near as they can.
+                    behind, writing, room = own, [], _READ_ALONE
+                for i in behind:
+                    read = min(seats[i].behind, room)
+                    room -= read
+                    plans[i] = Plan(0, 0, False, "draft reads", read=read)
+            for i in writing:
+                plans[i] = Plan(shared.lead, shared.gamma, shared.overlap, "auto")
+                self._turns[seats[i].controller] += 1
         return plans
 
     def _seconds(self, seats: Sequence[Seat], plans: Sequence[Plan], rows: int, drafts: int) -> float:
@@ -131,8 +172,9 @@ class SharedBudget:
         costs = self._costs
         leads = [plan.lead for seat, plan in zip(seats, plans, strict=True) if plan.lead and not seat.hand]
         lead_seconds = max(leads, default=0) * costs.draft_seconds(max(1.0, len(leads) / drafts))
-        drafting = draft_call_seconds(costs, [plan.gamma for plan in plans], drafts)
+        writing = [(plan.gamma, seat.behind) for seat, plan in zip(seats, plans, strict=True)]
         tokens = rows + sum(seat.hand for seat in seats) + sum(leads)
+        drafting = draft_call_seconds(costs, writing, drafts)
         return lead_seconds + max(costs.target_seconds(tokens), drafting) + costs.overhead
 
     def _learn(self, elapsed: float | None) -> None:
@@ -149,22 +191,27 @@ class SharedBudget:
         if not drafted:  # what drafting costs besides is forgotten slowly, so that it is tried again
             self._slower[True] += self._FORGETTING * (self._slower[False] - self._slower[True])
 
-    def _readable(self, rows: int, writing: int, shared: Plan) -> int:
-        """Ids a draft can read beside what it writes while the target is busy."""
+    def _readable(self, rows: int, writing: Sequence[Seat], shared: Plan) -> int:
+        """Ids a draft can read beside what it writes while the target is busy; any number when it writes nothing."""
         if not writing:
             return _READ_ALONE
-        costs = self._costs
-        spare = costs.target_seconds(rows) - (shared.gamma - 1) * costs.draft_seconds(writing)
+        costs, count = self._costs, len(writing)
+        spare = costs.target_seconds(rows) - (shared.gamma - 1) * costs.draft_seconds(count)
+        rows_read = sum(max(1, seat.behind) for seat in writing)
         widths = np.arange(1.0, _READ_ALONE + 1)
-        return max(_FAR_BEHIND, int(np.searchsorted(costs.draft_curve(writing + widths), spare)))
+        return int(np.searchsorted(costs.draft_curve(rows_read + widths), spare))
 
     def _ranked(self, seats: Sequence[Seat]) -> list[int]:
         """Seats by what a drafted token is worth now: its block counts only if all of the one in hand is accepted."""
 
-        def worth(i: int) -> float:
-            chances, idle = seats[i].controller.acceptance, self._idle[seats[i].controller]
+        def worth(i: int) -> tuple[float, int, int]:
+            controller = seats[i].controller
+            chances, idle = controller.acceptance, self._idle[controller]
             reached = chances.head * chances.token ** (1 + seats[i].hand)
-            return -reached * (1.0 + self._PATIENCE * (idle - 1))
+            turn = self._turns.get(controller)
+            if turn is None:
+                return -reached * min(self._DUE, idle / self._TURN), -idle, seats[i].behind
+            return -reached * (self._SURE if turn < self._TURN else 1.0), -idle, seats[i].behind
 
         return sorted(range(len(seats)), key=worth)
 
@@ -190,7 +237,8 @@ class SharedBudget:
             if rates[before] * self._SWITCH >= rates[best]:
                 best = before
         gain = float(rates[best] / none) * math.exp(min(0.0, self._slower[False] - self._slower[True]))
-        self._plain = self._policy.fallback and gain < (self._RETURN if self._plain else self._LEAVE)
+        needed = self._RETURN + self._restart(seats, best.drafting, rows) if self._plain else self._LEAVE
+        self._plain = self._policy.fallback and gain < needed
         lead, gamma = int(self._leads[best.lead]), int(self._gammas[best.gamma])
         plan = Plan(lead, gamma, gamma > 0, "auto")
         if self._plain:
@@ -199,8 +247,17 @@ class SharedBudget:
         self._choice = (best.drafting / len(seats), plan)
         return best.drafting, plan, gain
 
-    def _probe(self, rows: int) -> Plan | None:
-        """A small block of one request, if one is due and paid for: one for all requests, not for each."""
+    def _restart(self, seats: Sequence[Seat], drafting: int, rows: int) -> float:
+        """Price of reading what is new to the draft before any of it pays, as a share of the next turns."""
+        behind = sum(sorted(seat.behind for seat in seats)[:drafting])
+        rounds = self._costs.draft_seconds(max(1, behind)) / self._costs.target_seconds(rows)
+        return rounds * math.expm1(max(0.0, self._slower[True] - self._slower[False])) / (2 * self._TURN)
+
+    def _probe(self, rows: int, behind: int) -> Plan | None:
+        """A small block of one request, if one is due and paid for: one for all requests, not for each.
+
+        No one waits for it, so its price is what a draft at work slows the target down by, and what it adds to a pass.
+        """
         costs = self._costs
         second = costs.target_seconds(rows)
         self._savings = min(self._savings + self._PROBE_SHARE * second, self._SAVED_ROUNDS * second)
@@ -208,28 +265,32 @@ class SharedBudget:
         if self._wait > 0:
             return None
         size = max(2, self._policy.gamma_min)
-        drafting = size * costs.draft_seconds(1)
-        cost = max(0.0, drafting - second) + costs.target_seconds(rows + size - 1) - second
-        cost += second * math.expm1(max(0.0, self._slower[True] - self._slower[False]))
+        drafting = draft_call_seconds(costs, [(size, behind)], 1)
+        cost = costs.target_seconds(rows + size - 1) - second
+        cost += max(second, drafting) * math.expm1(max(0.0, self._slower[True] - self._slower[False]))
         if self._policy.overlap is False:
             plan = Plan(size, 0, False, PROBE)
-            cost += min(drafting, second)
+            cost += drafting
         else:
             plan = Plan(0, size, True, PROBE)
         if cost > self._savings:
             return None
         self._savings -= cost
-        self._gap = min(2 * self._gap, self._FREE_GAP if drafting <= second else self._LONGEST_GAP)
+        self._gap = min(2 * self._gap, self._FREE_GAP if size * costs.draft_seconds(1) <= second else self._LONGEST_GAP)
         self._wait = self._gap
         return plan
 
 
-def draft_call_seconds(costs: Costs, gammas: Sequence[int], drafts: int) -> float:
-    """Estimate of one draft call for blocks of these budgets, spread over so many draft actors.
+def draft_call_seconds(costs: Costs, blocks: Sequence[tuple[int, int]], drafts: int) -> float:
+    """Estimate of one draft call for blocks of these (budget, ids to read before), spread over so many draft actors.
 
-    Decode k advances every block longer than k.
+    The first decode reads, the last of those ids included in any case; decode k after it advances every block longer
+    than k. A decode of some ids of one text costs about what it would of as many texts.
     """
-    widths = [sum(gamma > k for gamma in gammas) for k in range(max(gammas, default=0))]
+    writing = [(gamma, behind) for gamma, behind in blocks if gamma > 0]
+    widths = [sum(gamma > k for gamma, _ in writing) for k in range(1, max((g for g, _ in writing), default=1))]
+    if writing:
+        widths.append(sum(max(1, behind) for _, behind in writing))
     return sum(costs.draft_seconds(max(1.0, width / max(1, drafts))) for width in widths)
 
 
@@ -251,7 +312,9 @@ def shared_rates(
     of the rounds and then commits 1 + A(m) of m + 1 tokens, else 1 + A(lead) of lead + 1. Over many requests the
     sums of both go their steady way, and a round takes
 
-        P(someone leads) lead T_draft(those who lead) + max(T_target(all tokens), D(s gamma)) + overhead.
+        P(someone leads) lead T_draft(those who lead) + max(T_target(all tokens), D(s gamma) + R) + overhead.
+
+    R: those who do not draft get one token a round, which the draft has to read before it is their turn.
 
     Args:
         chances: (head, token, share of gamma that the best sequence gets) of each request, the worthiest first.
@@ -276,7 +339,8 @@ def shared_rates(
     mean_share = _summed(share) / np.maximum(count, 1.0)
     decodes = np.minimum(np.maximum(mean_share * gamma, 1.0), gamma)
     width = count * gamma / np.maximum(decodes, 1.0) / drafts
-    drafting = decodes * costs.draft_curve(np.maximum(width, 1.0)) * (count > 0)
+    reading = (len(chances) - count) / drafts * costs.draft_curve(float(_READ_ALONE)) / _READ_ALONE
+    drafting = (decodes * costs.draft_curve(np.maximum(width, 1.0)) + reading) * (count > 0)
     leading = _summed(1.0 - holds) / drafts
     someone = 1.0 - np.exp(_summed(np.log(np.maximum(holds, 1e-12))))
     lead_seconds = someone * lead * costs.draft_curve(np.maximum(leading, 1.0))

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from duo_ray.types import DraftBlock
 
 Array = NDArray[np.float64]
 
@@ -29,6 +31,9 @@ _CALIBRATION_RATE = 0.15
 
 LARGEST = 64
 """No more than this many tokens are ever planned for one block or one lead."""
+
+_WIDE = 8
+"""Ids read by one draft call from which on its time tells something of decodes of many sequences."""
 
 _WIDEST = 1024
 """Passes of many requests: the widest whose time is estimated."""
@@ -190,6 +195,16 @@ class Costs:
         if not self._is_frozen:
             self._draft.observe(width, seconds)
 
+    def observe_call(self, blocks: Sequence[DraftBlock]) -> None:
+        """The decodes of one draft call, which these blocks took part in."""
+        longest = max(blocks, key=lambda block: len(block.token_seconds))
+        for width, seconds in longest.token_seconds:
+            self.observe_draft(width, seconds)
+        # Ids of one text are read about as fast as ids of many are advanced.
+        read = sum(block.prompt_tokens for block in blocks)
+        if read >= _WIDE:
+            self.observe_draft(read, longest.prompt_seconds)
+
     def observe_overhead(self, seconds: float) -> None:
         """Wall time of a step minus max(T_target, draft time); below zero counts as zero."""
         if not self._is_frozen and math.isfinite(seconds):
@@ -233,10 +248,13 @@ class Costs:
         return twin
 
     def as_dict(self) -> dict[str, Any]:
-        """Estimates at every width seen, for JSON: {"target": {"1": s, ...}, "draft": {...}, "overhead": s}."""
+        """Estimates at powers of two among the widths seen and at the widest, for JSON.
+
+        {"target": {"1": s, ...}, "draft": {...}, "overhead": s}
+        """
         return {
-            "target": {str(n): self.target_seconds(n) for n in self._target.seen},
-            "draft": {str(n): self.draft_seconds(n) for n in self._draft.seen},
+            "target": {str(n): self.target_seconds(n) for n in _telling(self._target.seen)},
+            "draft": {str(n): self.draft_seconds(n) for n in _telling(self._draft.seen)},
             "overhead": self.overhead,
         }
 
@@ -259,6 +277,11 @@ class Costs:
                 f"stored calibration {stored!r} cannot be read ({error!r}): delete it to measure anew"
             ) from error
         return costs
+
+
+def _telling(widths: Sequence[int]) -> list[int]:
+    """Of all these widths, as many as a curve needs."""
+    return sorted(n for n in widths if n & (n - 1) == 0 or n == max(widths))
 
 
 # --- what drafting yields ---------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ The coordinator asks with the clock's time, `planning.simulation` with a simulat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -45,6 +45,11 @@ class Participant(Protocol):
         """Whether a block asked for in an earlier step has not come yet."""
         ...
 
+    @property
+    def draft(self) -> Hashable:
+        """Which draft actor it uses."""
+        ...
+
     def begin_round(self, plan: Plan | None, chunk: int) -> bool:
         """Start a step, unless a prefill goes on. True: it has a lead that the others wait for.
 
@@ -79,17 +84,17 @@ class RoundPlanner(Generic[P]):
             now: seconds of any clock.
         """
         sharing = [each for each in participants if each.shares_budget] if rows > 1 else []
-        seats = [each.decoding.seat() for each in sharing]
+        at_work = {each.draft for each in participants if each.waits_for_draft}
+        seats = [each.decoding.seat(each.draft, busy=each.draft in at_work) for each in sharing]
         elapsed = now - self._began if self._ordinary == frozenset(participants) else None
         prefilling = sum(each.prefilling for each in participants)
         self._began, self._ordinary = now, frozenset(() if prefilling else participants)
-        busy = any(each.waits_for_draft for each in participants)
-        shared = self._budget.plan(seats, rows=rows, drafts=self._drafts, elapsed=elapsed, busy=busy)
+        shared = self._budget.plan(seats, rows=rows, drafts=self._drafts, elapsed=elapsed, busy=bool(at_work))
         plans = dict(zip(sharing, shared, strict=True))
         chunk = prefill_chunk(self._costs, self._chunk, prefilling=prefilling, streaming=len(participants) - prefilling)
         leading = [each for each in participants if each.begin_round(plans.get(each), chunk)]
-        gammas = [each.decoding.gamma for each in participants if not each.prefilling]
-        self._draft_call = draft_call_seconds(self._costs, gammas, self._drafts)
+        blocks = [(each.decoding.gamma, each.decoding.behind) for each in participants if not each.prefilling]
+        self._draft_call = draft_call_seconds(self._costs, blocks, self._drafts)
         return leading
 
     def patience(self, budget: int, *, waited: float, rows: int) -> float:

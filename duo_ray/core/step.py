@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -171,9 +172,14 @@ class Decoding(Generic[Probs]):
             return "prefetch is off"
         return None
 
-    def seat(self) -> Seat:
-        """What `core.budget` has to know of this request."""
-        return Seat(self.controller, len(self._hand.ids), len(self.generation.log) - self._draft_holds)
+    @property
+    def behind(self) -> int:
+        """Committed ids that the draft has not read."""
+        return len(self.generation.log) - self._draft_holds
+
+    def seat(self, draft: Hashable, *, busy: bool) -> Seat:
+        """What `core.budget` has to know of this request; `draft` is the actor it uses, and `busy` whether that is."""
+        return Seat(self.controller, len(self._hand.ids), self.behind, draft, busy)
 
     def _bounded_plan(self, without_draft: str | None, shared: Plan | None) -> Plan:
         obstacle = self._obstacle(without_draft)

@@ -52,7 +52,7 @@ class Hardware:
     overhead: float = 0.002
     """Seconds of a step that are neither model's work."""
     draft_prompt: float | None = None
-    """Seconds per prompt token the draft reads; None: an eighth of T_draft(1)."""
+    """Seconds per prompt token the draft reads; None: an eighth of T_draft(1), beyond the widest decode known."""
     jitter: float = 0.05
     """Standard deviation of the logarithm of every pass's seconds."""
     draft_actors: int = 1
@@ -60,6 +60,12 @@ class Hardware:
     """Requests held at once; more wait."""
     chunk: int = 128
     """Prompt tokens of one target pass."""
+
+    def draft_reads(self, ids: int) -> float:
+        """Seconds of a decode that reads so many ids."""
+        widest = max(self.draft.points)
+        per_token = self.draft(1) / 8.0 if self.draft_prompt is None else self.draft_prompt
+        return self.draft(min(ids, widest)) + max(0, ids - widest) * per_token
 
     @classmethod
     def from_costs(cls, stored: Mapping[str, Any], **others: Any) -> Hardware:

@@ -291,22 +291,20 @@ class _Draft:
         """All sequences of all jobs advance in the same decodes."""
         world, began = self._world, now()
         hardware, written = world.hardware, [each for _, each in tasks]
-        per_token = hardware.draft(1) / 8.0 if hardware.draft_prompt is None else hardware.draft_prompt
-        reading = sum(hardware.draft(each.read) if each.read <= 2 else each.read * per_token for each in written)
-        reading = world.noisy(reading)
+        reading = world.noisy(hardware.draft_reads(sum(each.read for each in written)))
         widths = [sum(level) for level in zip_longest(*(each.levels for each in written), fillvalue=0)]
         decodes = tuple((width, world.noisy(hardware.draft(width))) for width in widths)
         await asyncio.sleep(reading + sum(seconds for _, seconds in decodes))
-        for width, seconds in decodes:
-            world.costs.observe_draft(width, seconds)
         span = Span(began, now())
-        return [
+        blocks = [
             DraftBlock(
                 job.context.request_id, job.context.length, each.sequences, span, decodes[: len(each.levels)],
                 each.read, reading,
             )
             for job, each in tasks
         ]  # fmt: skip
+        world.costs.observe_call(blocks)
+        return blocks
 
 
 class _Silent:

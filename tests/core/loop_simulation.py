@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from duo_ray.core.budget import Seat, SharedBudget
-from duo_ray.core.gamma import Acceptance, Costs, GammaController, Plan, Policy
+from duo_ray.core.gamma import PROBE, Acceptance, Costs, GammaController, Plan, Policy
 
 PLAIN = Plan(0, 0, False, "plain")
 
@@ -180,6 +180,8 @@ class Crowd:
         self.budget = SharedBudget(Policy(), self.costs)
         self.pooled = Acceptance()
         self._elapsed: float | None = None
+        self._reading = 0.0
+        """Seconds the draft goes on with what nobody waits for."""
         self._random = np.random.default_rng(seed)
         self.requests: list[_Member] = []
         self.resize(count, tokens)
@@ -193,20 +195,30 @@ class Crowd:
             self.requests.append(_Member(token, GammaController(Policy(), self.costs, self.pooled)))
 
     def round(self) -> Round:
-        world, members = self.world, self.requests
-        seats = [Seat(member.controller, member.hand, 0) for member in members]
-        plans = self.budget.plan(seats, rows=len(members), elapsed=self._elapsed)
+        world, members, busy = self.world, self.requests, self._reading > 0.0
+        seats = [Seat(member.controller, member.hand, member.behind, busy=busy) for member in members]
+        plans = self.budget.plan(seats, rows=len(members), elapsed=self._elapsed, busy=busy)
         leads = [plan.lead if member.hand == 0 else 0 for member, plan in zip(members, plans, strict=True)]
         leading = sum(lead > 0 for lead in leads)
         lead_seconds = max(leads) * world.draft(leading) if leading else 0.0
         blocks = [plan.gamma if plan.overlap else 0 for plan in plans]
-        # Decode k advances every request whose block is longer than k.
-        widths = [sum(block > k for block in blocks) for k in range(max(blocks))]
+        waited = all(plan.reason != PROBE for plan in plans)
+        # Decode k advances every request whose block is longer than k; the first reads what is new to it besides.
+        widths = [sum(block > k for block in blocks) for k in range(1, max(blocks))]
+        reading = sum(plan.read for plan in plans)
+        if writing := [max(1, member.behind) for member, block in zip(members, blocks, strict=True) if block]:
+            widths.append(sum(writing) + reading)
+        elif reading:
+            widths.append(reading)
+            waited = False
         rows = sum(1 + member.hand + lead for member, lead in zip(members, leads, strict=True))
         drafting = sum(world.draft(width) for width in widths)
-        slower = world.contention if drafting else 1.0
-        seconds = lead_seconds + slower * max(world.target(rows), drafting) + world.overhead
+        slower = world.contention if drafting or busy else 1.0
+        seconds = lead_seconds + slower * max(world.target(rows), drafting if waited else 0.0) + world.overhead
         self._elapsed = seconds
+        self._reading = max(0.0, max(self._reading, drafting) - seconds / slower)
+        for member, plan in zip(members, plans, strict=True):
+            member.behind -= plan.read
         committed = [m.step(lead, block, self._random) for m, lead, block in zip(members, leads, blocks, strict=True)]
         self.costs.observe_target(rows, self._measured(world.target(rows)))
         for width in widths:
@@ -236,6 +248,8 @@ class _Member:
     token: float
     controller: GammaController
     hand: int = 0
+    behind: int = 1
+    """Ids the draft has not read."""
 
     def step(self, lead: int, gamma: int, random: np.random.Generator) -> float:
         proposed = self.hand or lead
@@ -245,6 +259,7 @@ class _Member:
         won = bool(random.random() < self.token) if gamma and accepted == proposed else None
         self.hand = max(0, gamma - 1) if won else 0
         tail = gamma - 1 if gamma else None
+        self.behind = 1 if lead or gamma else self.behind + 1 + accepted
         self.controller.observe(proposed=proposed, accepted=accepted, bet_won=won, gamma=gamma, best_tail=tail)
         return float(sum(self.token**i for i in range(proposed + 1)))
 

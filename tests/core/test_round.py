@@ -32,9 +32,10 @@ class Decoding:
 
     controller: GammaController
     gamma: int = 0
+    behind: int = 0
 
-    def seat(self) -> Seat:
-        return Seat(self.controller, 0, 0)
+    def seat(self, draft: object, *, busy: bool) -> Seat:
+        return Seat(self.controller, 0, self.behind, draft, busy)
 
 
 @dataclass(eq=False)
@@ -45,6 +46,7 @@ class Request:
     prefilling: bool = False
     shares_budget: bool = True
     waits_for_draft: bool = False
+    draft: str = "draft-0"
     own: int = 0
     plan: Plan | None = None
     chunk: int = 0
@@ -120,15 +122,23 @@ def test_every_request_of_a_round_is_told_the_same_chunk() -> None:
 def test_a_draft_call_takes_as_many_decodes_as_its_longest_block() -> None:
     known = costs()
     seconds = 3 * known.draft_seconds(2) + 2 * known.draft_seconds(1)
-    assert draft_call_seconds(known, [3, 5, 0], 1) == pytest.approx(seconds)
+    assert draft_call_seconds(known, [(3, 1), (5, 1), (0, 9)], 1) == pytest.approx(seconds)
     assert draft_call_seconds(known, [], 1) == 0.0
+
+
+def test_what_a_draft_has_to_read_first_makes_its_first_decode_wider() -> None:
+    slower = Costs()
+    for width, seconds in ((1, 0.1), (2, 0.2), (8, 0.8)):
+        slower.observe_draft(width, seconds)
+    seconds = slower.draft_seconds(8) + slower.draft_seconds(2)
+    assert draft_call_seconds(slower, [(2, 5), (2, 3)], 1) == pytest.approx(seconds)
 
 
 def test_wider_decodes_are_spread_over_the_draft_actors() -> None:
     slower = Costs()
     for width, seconds in ((1, 0.1), (2, 0.2), (4, 0.4)):
         slower.observe_draft(width, seconds)
-    one, two = (draft_call_seconds(slower, [1, 1, 1, 1], drafts) for drafts in (1, 2))
+    one, two = (draft_call_seconds(slower, [(1, 1)] * 4, drafts) for drafts in (1, 2))
     assert (one, two) == pytest.approx((slower.draft_seconds(4), slower.draft_seconds(2)))
 
 
@@ -144,7 +154,7 @@ def test_with_others_the_rounds_whole_draft_call_counts() -> None:
     rounds = planner()
     requests = [Request(shares_budget=False, own=own) for own in (12, 3)]
     rounds.begin([*requests, Request(shares_budget=False, own=50, prefilling=True)], rows=3, now=0.0)
-    call = draft_call_seconds(costs(), [12, 3], 1)
+    call = draft_call_seconds(costs(), [(12, 0), (3, 0)], 1)
     assert rounds.patience(3, waited=0.1, rows=3) == pytest.approx(1.5 * call - 0.1)
     assert rounds.patience(3, waited=100.0, rows=3) == costs().target_seconds(1) / 4
 
