@@ -65,7 +65,8 @@ class SharedBudget:
     _SWITCH = 1.02
     _PROBE_SHARE = 0.01
     _SAVED_ROUNDS = 4.0
-    _FREE_GAP, _LONGEST_GAP = 6, 256
+    _FREE_GAP, _LONGEST_GAP = 4, 256
+    """Rounds between probes that fit beside a pass, for each request: the more there are the less is to be won."""
     _TURN = 12
     """Rounds a request drafts before an equal one may take its place."""
     _SURE, _DUE = 2.0, 1.9
@@ -276,7 +277,8 @@ class SharedBudget:
         if cost > self._savings:
             return None
         self._savings -= cost
-        self._gap = min(2 * self._gap, self._FREE_GAP if size * costs.draft_seconds(1) <= second else self._LONGEST_GAP)
+        free = size * costs.draft_seconds(1) <= second
+        self._gap = min(2 * self._gap, self._FREE_GAP * rows if free else self._LONGEST_GAP)
         self._wait = self._gap
         return plan
 
