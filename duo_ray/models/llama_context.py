@@ -65,6 +65,7 @@ class LlamaContext:
         batch_size: int,
         outputs: int,
         gpu_layers: int = 0,
+        repack: bool = False,
     ) -> LlamaContext:
         """Load a GGUF file.
 
@@ -74,6 +75,7 @@ class LlamaContext:
             sequences: sequence ids, from 0.
             outputs: rows of logits one decode gives.
             gpu_layers: layers computed on a GPU; 0 takes no GPU memory, whatever the build of llama.cpp.
+            repack: bring the weights into a layout for this CPU's vector units.
 
         Raises:
             LlamaCppError: no such file, not a GGUF, a model of no use here, or no memory for the cache.
@@ -81,7 +83,7 @@ class LlamaContext:
         """
         start_library()
         log.clear()
-        model = load_model(path, gpu_layers)
+        model = load_model(path, gpu_layers, repack=repack)
         try:
             check_model(model, path, use)
             trained: int = ll.llama_model_n_ctx_train(model)

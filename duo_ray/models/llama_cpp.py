@@ -102,7 +102,7 @@ class LlamaCppDraft:
             raise ValueError(f"n_batch={n_batch} must be at least slots x max_sequences = {sequences}")
         context = LlamaContext.load(
             Path(path), use="draft", slots=slots, max_context=max_context, sequences=sequences, threads=threads,
-            batch_size=n_batch, outputs=sequences,
+            batch_size=n_batch, outputs=sequences, repack=True,
         )  # fmt: skip
         return cls(
             context,

@@ -13,6 +13,7 @@ from typing import Any
 
 from llama_cpp import llama_cpp as ll
 
+from duo_ray.models.llama_kernels import may_repack
 from duo_ray.types import DuoRayError
 
 _FILE_TYPES: dict[str, int] = {
@@ -71,8 +72,11 @@ def check_file(path: Path) -> None:
             raise LlamaCppError(f"{path} is not a GGUF file: its first four bytes differ")
 
 
-def load_model(path: Path, gpu_layers: int = 0) -> Any:
-    """Load a model; without `gpu_layers` it takes no GPU memory, whatever the build."""
+def load_model(path: Path, gpu_layers: int = 0, *, repack: bool = False) -> Any:
+    """Load a model; without `gpu_layers` it takes no GPU memory, whatever the build.
+
+    `repack`: into a layout for this CPU's vector units, where that is safe (`llama_kernels`).
+    """
     check_file(path)
     if gpu_layers and not ll.llama_supports_gpu_offload():
         raise LlamaCppError(f"{gpu_layers} layers on a GPU: {NO_GPU_BUILD}")
@@ -81,8 +85,7 @@ def load_model(path: Path, gpu_layers: int = 0) -> Any:
     params.n_gpu_layers = gpu_layers
     if not gpu_layers:
         params.devices = ctypes.cast(no_devices, ctypes.c_void_p)
-    # AMX kernels crash on processors that have them (llama.cpp issue 20824).
-    params.use_extra_bufts = False
+    params.use_extra_bufts = repack and may_repack()
     model = ll.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise LlamaCppError(f"cannot load {path}: {log.quote()}")
