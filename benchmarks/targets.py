@@ -162,7 +162,8 @@ def measure_form(name: str, form: Form, tokens: int) -> tuple[dict[str, Any], li
             for way in (*order, *reversed(order)):
                 answers[way].append(ways[way](prompt, tokens))
         info = duo.pipeline.info
-        target, draft = dict(info.target.timings), dict(info.drafts[0].timings)
+        (timings,) = info.drafts[0].timings.values()
+        target, draft = dict(info.target.timings), dict(timings)
         texts = [
             (duo.request(prompt).prompt, answer.token_ids)
             for prompt, answer in zip(form.prompts, answers["alone"][::2], strict=True)

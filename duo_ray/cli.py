@@ -209,6 +209,8 @@ def diagnose(
             raise ConfigError("diagnose compares a draft with a target: give it one (--draft)")
         if settings.hardware.machine == "cluster":
             raise ConfigError("diagnose loads both models on this machine: set hardware.machine to this")
+        if settings.models.draft.quant == "auto":
+            raise ConfigError("diagnose looks at one quantisation of the draft: --set models.draft.quant=Q4_0, or null")
         write = html_writer(html) if html is not None else None  # what is wrong with it is said now
         asked = read_prompts(prompts) if prompts is not None else BUILT_IN
         with started(settings) as duo, progress_bar(quiet=as_json) as bar:

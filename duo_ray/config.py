@@ -122,13 +122,15 @@ def _device_map(value: object) -> object:
 
 
 def _quant(value: object) -> object:
+    if value is None:
+        return None
     name = value.upper() if isinstance(value, str) else ""
     if name == "AUTO":
         return "auto"
     if name not in QUANT_TYPES:
         near = difflib.get_close_matches(name, QUANT_TYPES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known: auto, {', '.join(QUANT_TYPES)}"
-        raise ValueError(f"must be auto or a llama.cpp quantisation, got {_shown(value)}; {hint}")
+        raise ValueError(f"must be null, auto or a llama.cpp quantisation, got {_shown(value)}; {hint}")
     return name
 
 
@@ -226,8 +228,9 @@ class DraftConfig(_Section):
     """demo, a .gguf file, a directory or hub id with .gguf files; null or none: the target alone."""
     device: Annotated[str, BeforeValidator(_draft_device)] = "cpu"
     """Always cpu."""
-    quant: Annotated[str, BeforeValidator(_quant)] = "auto"
-    """auto: the file as it is; else a llama.cpp quantisation (Q5_K_M), made once and cached where it is missing."""
+    quant: Annotated[str | None, BeforeValidator(_quant)] = None
+    """null: the file as it is; a llama.cpp quantisation (Q5_K_M), made once and cached where it is missing; auto:
+    several are loaded, as far as memory allows, and a request uses the one that promises the most tokens per second."""
     threads: Annotated[AutoInt, _whole(1, 4096, "auto")] = "auto"
     """CPU threads of each draft actor; auto: one for each of its cores."""
     max_seq_len: Annotated[AutoInt, _whole(16, 2**24, "auto")] = "auto"

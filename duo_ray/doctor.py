@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 
@@ -13,6 +13,7 @@ from duo_ray.actors.launch import TAGS
 from duo_ray.actors.prepare import Prepared, Progress, prepare
 from duo_ray.config import Config
 from duo_ray.core.gamma import Costs
+from duo_ray.core.precision import Estimate
 from duo_ray.hardware.cores import show_cores
 from duo_ray.hardware.load import sample_load
 from duo_ray.hardware.machine import detect_machine
@@ -100,7 +101,7 @@ def _choices(report: Report, prepared: Prepared) -> None:
         "target precision": settings.target.dtype,
         "target cores": show_cores(settings.target.cores) or "any",
         "target context": f"{settings.target.max_context} tokens x {settings.target.slots} requests",
-        "draft": prepared.draft_path or "none",
+        "draft": ", ".join(path for _, path in drafts[0].files) if drafts else "none",
         "draft actors": len(drafts),
         "draft cores": "; ".join(show_cores(draft.cores) or "any" for draft in drafts) or "none",
         "placement group": settings.footprint.bundles(TAGS),
@@ -126,6 +127,8 @@ def _measured(report: Report, settings: Config, progress: Progress) -> None:
         report.sections["vocabularies"] = {
             f"draft {i}": f"{d.vocabulary.strategy}: {d.vocabulary.why}" for i, d in enumerate(info.drafts)
         }
+        if len(info.precision) > 1:
+            report.sections["quantisations of the draft"] = _quantisations(info.precision)
         memory = {
             "target": info.target.memory_bytes,
             **{f"draft {i}": d.memory_bytes for i, d in enumerate(info.drafts)},
@@ -133,6 +136,14 @@ def _measured(report: Report, settings: Config, progress: Progress) -> None:
         report.sections["memory of weights and caches"] = {
             name: f"{size / _GIB:.2f} GiB" for name, size in memory.items()
         }
+
+
+def _quantisations(precision: Sequence[Estimate]) -> dict[str, object]:
+    return {
+        each.quant: f"T_draft {each.draft_seconds * 1000:.1f} ms, acceptance {each.token:.2f}, expected "
+        f"{each.tokens_per_second:.1f} tokens/s{' (in use)' if each.in_use else ''}"
+        for each in precision
+    }
 
 
 def _times(costs: Costs) -> dict[str, object]:

@@ -126,6 +126,7 @@ def build_request(
     ignore_eos: bool = False,
     draft_budget: int | None = None,
     max_sequences: int | None = None,
+    draft_quant: str | None = None,
     trace: bool = False,
     seed: int | None = None,
     **sampling: Any,
@@ -165,6 +166,7 @@ def build_request(
         reproducible=seed is not None and not params.greedy,
         draft_budget=draft_budget,
         max_sequences=max_sequences,
+        draft_quant=draft_quant,
         trace=trace,
     )
 

@@ -369,6 +369,8 @@ class Request:
     draft_budget: int | None = None
     """Fixed gamma for this request; None leaves it to the configuration."""
     max_sequences: int | None = None
+    draft_quant: str | None = None
+    """The quantisation of the draft to use, by llama.cpp's name; None leaves it to the measurements."""
     trace: bool = False
 
     def __post_init__(self) -> None:

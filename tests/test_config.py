@@ -103,6 +103,10 @@ def test_every_setting_has_a_description_and_a_default() -> None:
         ("models: {target: {model: ''}}", "config.yaml: models.target.model must not be empty"),
         ("models: {draft: {device: 'cuda:0'}}", "models.draft.device must be cpu"),
         ("models: {draft: {quant: Q5_KM}}", "got 'Q5_KM'; did you mean Q5_K_M?"),
+        (
+            "models: {draft: {quant: 5}}",
+            "quant must be null, auto or a llama.cpp quantisation, got 5; known: auto",
+        ),
         ("hardware: {cpu_affinity: 3-1}", "has a range that runs backwards or past core 4095: '3-1'"),
         ("hardware: {cpu_affinity: [0, 1]}", "must be auto or a core list such as"),
         ("sampling: {top_p: 0}", "config.yaml: sampling: top_p=0.0 is out of range: above 0, up to 1"),
@@ -154,6 +158,11 @@ def test_a_bad_override_is_told_apart_from_the_file(tmp_path: Path) -> None:
 def test_an_override_inside_a_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="hardware is a value, not a section"):
         load_config(overrides={"hardware": 3, "hardware.cpu_cores": 2})
+
+
+@pytest.mark.parametrize(("given", "read"), [("null", None), ("AUTO", "auto"), ("q4_k_m", "Q4_K_M")])
+def test_a_quantisation_may_be_left_open_or_chosen(given: str, read: str | None) -> None:
+    assert load_config(overrides={"models.draft.quant": given}).models.draft.quant == read
 
 
 def test_draft_model_none_means_no_draft() -> None:

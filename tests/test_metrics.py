@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from duo_ray.core.precision import Estimate
 from duo_ray.core.stats import RequestStats, StepTimes
 from duo_ray.metrics import Meter, RequestMeter, prometheus, snapshot
 from duo_ray.metrics.exposition import RayPublisher
@@ -143,6 +144,22 @@ def test_a_request_that_finished_is_counted_by_its_reason_even_if_its_reader_lef
     with pytest.raises(GeneratorExit):
         serve()
     assert labelled(tally, "duo_ray_requests") == {str(reason): 1}
+
+
+def test_what_is_expected_of_each_quantisation_is_shown(tally):
+    assert shown(tally)["replicas"][0]["draft_quants"] == []
+    estimates = (Estimate("Q8_0", False, 0.03, 0.9, 0.8, 14.0), Estimate("Q4_0", True, 0.02, 0.8, 0.7, 16.5))
+    tally.quantised("Q4_0", estimates)
+    tally.quantised("Q4_0", estimates)
+    assert labelled(tally, "duo_ray_draft_quant_requests") == {"Q4_0": 2}
+    gauges = tally.gauges()
+    assert [gauges["duo_ray_draft_quant_in_use", (quant,)] for quant in ("Q8_0", "Q4_0")] == [0.0, 1.0]
+    assert gauges["duo_ray_draft_quant_t_draft_seconds", ("Q4_0",)] == 0.02
+    assert gauges["duo_ray_draft_quant_acceptance", ("Q8_0",)] == 0.9
+    assert gauges["duo_ray_draft_quant_expected_tokens_per_second", ("Q8_0",)] == 14.0
+    assert shown(tally)["replicas"][0]["draft_quants"][1] == {
+        "quant": "Q4_0", "in_use": True, "t_draft_ms": 20.0, "acceptance": 0.8, "expected_tokens_per_s": 16.5,
+    }  # fmt: skip
 
 
 def test_restarts_are_counted_by_actor(tally):
@@ -334,6 +351,7 @@ def samples(text, name):
 def test_the_text_has_every_series_with_its_labels_and_vllms_names_unchanged():
     meter = Meter(model="demo", replica="a")
     meter.tally.actor("target")
+    meter.tally.quantised("Q4_0", (Estimate("Q4_0", True, 0.02, 0.8, 0.7, 16.5),))
     stats = RequestStats(started=0.0)
     with meter.request() as request:
         request.admitted()

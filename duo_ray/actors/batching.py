@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 Job = TypeVar("Job")
@@ -19,15 +19,16 @@ class Batcher(Generic[Job, Result]):
         *,
         isolate: Callable[[Exception], bool],
         limit: int,
-        alone: Callable[[Job], bool] = lambda _: False,
+        group: Callable[[Job], Hashable | None] = lambda _: "",
     ) -> None:
         """`run` takes at most `limit` jobs. When `isolate(error)`, the jobs of a failed batch are run again one by one,
-        so that one request's fault stays its own. A job for which `alone` holds shares its call with no other.
+        so that one request's fault stays its own. Jobs of different groups share no call; one whose group is None
+        shares its call with no other at all.
         """
         self._run = run
         self._isolate = isolate
         self._limit = limit
-        self._alone = alone
+        self._group = group
         self._waiting: list[tuple[Job, asyncio.Future[Result]]] = []
         self._drain: asyncio.Task[None] | None = None
 
@@ -40,13 +41,21 @@ class Batcher(Generic[Job, Result]):
 
     async def _serve(self) -> None:
         while self._waiting:
-            alone = (i for i, (job, _) in enumerate(self._waiting) if self._alone(job))
-            size = min(self._limit, max(1, next(alone, self._limit)))
-            batch, self._waiting = self._waiting[:size], self._waiting[size:]
             # A caller that went away while it waited needs no answer.
-            batch = [(job, future) for job, future in batch if not future.cancelled()]
+            batch = [(job, future) for job, future in self._take() if not future.cancelled()]
             if batch:
                 await self._answer(batch)
+
+    def _take(self) -> list[tuple[Job, asyncio.Future[Result]]]:
+        """The job that has waited longest, and all that may go with it."""
+        first, group = self._waiting[0], self._group(self._waiting[0][0])
+        batch: list[tuple[Job, asyncio.Future[Result]]] = []
+        rest: list[tuple[Job, asyncio.Future[Result]]] = []
+        for each in self._waiting:
+            goes = each is first or (group is not None and self._group(each[0]) == group)
+            (batch if goes and len(batch) < self._limit else rest).append(each)
+        self._waiting = rest
+        return batch
 
     async def _answer(self, batch: list[tuple[Job, asyncio.Future[Result]]]) -> None:
         try:

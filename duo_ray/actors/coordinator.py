@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -18,6 +19,7 @@ from duo_ray.actors.rounds import Rounds
 from duo_ray.actors.run import Run
 from duo_ray.actors.target import TargetInfo
 from duo_ray.core.gamma import Acceptance, Costs, GammaController, Policy
+from duo_ray.core.precision import Estimate, PrecisionChooser, Trial
 from duo_ray.core.round import RoundPlanner
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
@@ -25,9 +27,16 @@ from duo_ray.hardware.load import sample_load
 from duo_ray.metrics import Meter, RequestMeter
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import Strategy
-from duo_ray.types import Delta, DuoRayError, Finished, Request
+from duo_ray.types import Delta, DraftBlock, DuoRayError, Finished, InvalidRequest, Request, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+_TRIAL_TEXTS = (
+    "Explain in a few sentences why ice floats on water.",
+    "Write a Python function that returns the longest word of a text.",
+)
+"""What quantisations of the draft are first compared by: prose and code."""
+_TRIAL_TOKENS, _TRIAL_BUDGET = 32, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +47,8 @@ class CoordinatorSettings:
     prefetch: bool
     chunk: int
     """Prompt tokens per prefill pass; fewer while others are streaming."""
-    calibration: dict[str, object] | None
-    """Costs measured at an earlier start on this machine; reproducible requests rely on them."""
+    calibration: dict[str, Any] | None
+    """What an earlier start on this machine measured (`PipelineInfo.calibration`); reproducible requests rely on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +60,13 @@ class PipelineInfo:
     drafts: tuple[DraftInfo, ...]
     target_restarts: int
     draft_restarts: int
-    calibration: dict[str, object]
-    """Costs that reproducible requests rely on."""
+    calibration: dict[str, Any]
+    """Costs that reproducible requests rely on, the quantisation they use (`quant`), and what all of them showed when
+    they were first compared (`trials`)."""
     measured: dict[str, object]
     """Costs as they are now."""
+    precision: tuple[Estimate, ...]
+    """What is expected of each quantisation of the draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +93,6 @@ class Coordinator:
         self._meter = meter or Meter()
         self._target_handle, self._draft_handles = target, drafts
         self._tokenizer = Tokenizer.load(settings.tokenizer_path)
-        self._acceptance = Acceptance()
         self._costs = Costs()
         self._planner: RoundPlanner[Run[ProbsHandle]] = RoundPlanner(
             settings.policy, self._costs, drafts=len(drafts), chunk=settings.chunk
@@ -99,6 +110,8 @@ class Coordinator:
         for match in dict.fromkeys(info.vocabulary for info in self._draft_infos):
             if match.strategy is not Strategy.SAME:
                 logger.info("%s", match.describe())
+        quants = list(self._draft_infos[0].timings) if self._draft_infos else [""]
+        self._precision = PrecisionChooser(quants, self._settings.policy, self._costs)
         slots = self._target_info.slots
         self._target = TargetPeer(
             self._target_handle,
@@ -107,9 +120,7 @@ class Coordinator:
             observe=lambda reply: self._costs.observe_target(reply.tokens, reply.span.seconds),
         )
         self._drafts = [
-            DraftPeer(
-                f"draft-{i}", handle, self._meter, tokenizer=tokenizer, limit=slots, observe=self._costs.observe_call
-            )
+            DraftPeer(f"draft-{i}", handle, self._meter, tokenizer=tokenizer, limit=slots, observe=self._learn_draft)
             for i, handle in enumerate(self._draft_handles)
         ]
         for peer in (self._target, *self._drafts):
@@ -118,13 +129,45 @@ class Coordinator:
         for tokens, seconds in self._target_info.timings:
             self._costs.observe_target(tokens, seconds)
         for info in self._draft_infos:
-            for width, seconds in info.timings:
-                self._costs.observe_draft(width, seconds)
-        # Read back as the next start will read it, so that both plan alike.
-        self._calibration = self._settings.calibration or self._costs.as_dict()
-        self._calibrated = Costs.from_dict(self._calibration).frozen()
+            for quant, timings in info.timings.items():
+                for width, seconds in timings:
+                    self._precision.knowledge[quant].costs.observe_draft(width, seconds)
+        await self._calibrate(self._settings.calibration)
         self._meter.publish()
         return self.describe()
+
+    async def _calibrate(self, kept: dict[str, Any] | None) -> None:
+        """Compare the quantisations of the draft, unless an earlier start did; settle what seeded requests use."""
+        chooser = self._precision
+        self._calibrated = self._costs.frozen()  # trials plan by what the warm-up showed
+        trials = {quant: trial for quant, trial in (kept or {}).get("trials", {}).items() if quant in chooser.quants}
+        if len(chooser.quants) > max(1, len(trials)):
+            trials = {quant: asdict(await self._try(quant)) for quant in chooser.quants}
+        chooser.compare({quant: Trial(**trial) for quant, trial in trials.items()})
+        costs = chooser.knowledge[chooser.in_use].costs
+        self._calibration = kept or {**costs.as_dict(), "quant": chooser.in_use, "trials": trials}
+        # Read back as the next start will read it, so that both plan alike.
+        self._calibrated = Costs.from_dict(self._calibration).frozen()
+        quant = self._calibration.get("quant")
+        self._calibrated_quant = quant if quant in chooser.quants else chooser.quants[0]
+
+    async def _try(self, quant: str) -> Trial:
+        """What one quantisation of the draft shows on texts that are the same for all."""
+        policy = replace(self._settings.policy, draft_budget=_TRIAL_BUDGET, fallback=False)
+        trials = []
+        for number, text in enumerate(_TRIAL_TEXTS):
+            chat = self._tokenizer.has_chat_template
+            ids = self._tokenizer.chat([{"role": "user", "content": text}]) if chat else self._tokenizer.encode(text)
+            prompt = tuple(ids[: self._target_info.max_context // 2])
+            request = Request(
+                f"trial-{quant}-{number}", prompt, SamplingParams(temperature=0.0), _TRIAL_TOKENS, ignore_eos=True,
+                reproducible=True, draft_quant=quant,
+            )  # fmt: skip
+            with Meter().request() as meter:  # a user's figures know nothing of it
+                run = self._run(request, meter, time.time(), policy)
+                await run.steps(lambda _: None)
+            trials.append(Trial.of(run.decoding.stats))
+        return sum(trials[1:], trials[0])
 
     def describe(self) -> PipelineInfo:
         return PipelineInfo(
@@ -134,7 +177,8 @@ class Coordinator:
             target_restarts=self._target.restarts,
             draft_restarts=sum(draft.restarts for draft in self._drafts),
             calibration=self._calibration,
-            measured=self._costs.as_dict(),
+            measured=self._precision.knowledge[self._precision.in_use].costs.as_dict(),
+            precision=self._precision.estimates() if self._drafts else (),
         )
 
     def check(self) -> None:
@@ -172,8 +216,11 @@ class Coordinator:
                 self._queued -= 1
             meter.admitted()
             try:
-                run = self._run(request, meter, arrived)
-                await run.steps(lambda tokens: emit(Delta(tuple(tokens))))
+                run = self._run(request, meter, arrived, self._settings.policy)
+                try:
+                    await run.steps(lambda tokens: emit(Delta(tuple(tokens))))
+                finally:
+                    self._learn_precision(run.decoding.stats)
                 emit(_finished(run, meter))
             finally:
                 self._slots.release()
@@ -195,11 +242,12 @@ class Coordinator:
     def _begin_round(self, runs: Sequence[Run[ProbsHandle]]) -> list[Run[ProbsHandle]]:
         return self._planner.begin(runs, rows=len(self._rounds), now=time.time())
 
-    def _run(self, request: Request, meter: RequestMeter, arrived: float) -> Run[ProbsHandle]:
+    def _run(self, request: Request, meter: RequestMeter, arrived: float, policy: Policy) -> Run[ProbsHandle]:
         """A request that has its slot, with the least busy draft that answers, else the least busy one."""
         drafts = self._drafts if request.draft else []
         draft = min(drafts, key=lambda draft: (not draft.available, draft.requests), default=None)
-        decoding = self._decoding(request, arrived, with_draft=draft is not None)
+        quant = None if draft is None else self._quant(request)
+        decoding = self._decoding(request, arrived, quant, policy)
         return Run(
             decoding,
             target=self._target,
@@ -211,25 +259,46 @@ class Coordinator:
             stepped=lambda times: meter.step(decoding.stats, times),
         )
 
-    def _decoding(self, request: Request, arrived: float, *, with_draft: bool) -> Decoding[ProbsHandle]:
-        policy = self._settings.policy
+    def _quant(self, request: Request) -> str:
+        """The quantisation of the draft that a request uses from its first step to its last."""
+        if request.draft_quant is not None:
+            if request.draft_quant not in self._precision.quants:
+                loaded = ", ".join(self._precision.quants)
+                raise InvalidRequest(f"draft_quant={request.draft_quant!r} is not loaded; there are: {loaded}")
+            return request.draft_quant
+        if request.reproducible:
+            # The blocks of another would end elsewhere, and the same seed give another text.
+            return self._calibrated_quant
+        return self._precision.choose()
+
+    def _decoding(self, request: Request, arrived: float, quant: str | None, policy: Policy) -> Decoding[ProbsHandle]:
         if request.draft_budget is not None:
             policy = replace(policy, draft_budget=request.draft_budget)
-        costs, acceptance = self._costs, self._acceptance
         if request.reproducible:
             # The schedule decides which tokens are heads; with live times the same seed would give another text.
             costs, acceptance = self._calibrated, Acceptance()
+        else:
+            known = self._precision.knowledge[quant or self._precision.in_use]
+            costs, acceptance = known.costs, known.acceptance
         return Decoding(
             request,
             eos_ids=self._tokenizer.eos_ids,
             detokenizer=self._tokenizer.stream(),
             controller=GammaController(policy, costs, acceptance),
-            stats=RequestStats(started=arrived, queued_s=time.time() - arrived),
+            stats=RequestStats(started=arrived, queued_s=time.time() - arrived, draft_quant=quant),
             max_context=self._target_info.max_context,
-            draft_context=min(info.max_context for info in self._draft_infos) if with_draft else None,
+            draft_context=None if quant is None else min(info.max_context for info in self._draft_infos),
             max_sequences=self._settings.max_sequences,
             prefetch=self._settings.prefetch,
         )
+
+    def _learn_draft(self, quant: str, blocks: Sequence[DraftBlock]) -> None:
+        self._precision.knowledge[quant].costs.observe_call(blocks)
+
+    def _learn_precision(self, stats: RequestStats) -> None:
+        if stats.draft_quant is not None:
+            self._precision.observe(stats.draft_quant, Trial.of(stats))
+            self._meter.tally.quantised(stats.draft_quant, self._precision.estimates())
 
 
 def _finished(run: Run[ProbsHandle], meter: RequestMeter) -> Finished:

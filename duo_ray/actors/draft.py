@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from duo_ray.actors import wire
@@ -21,11 +21,12 @@ from duo_ray.types import DraftBlock, DraftJob, DraftModel, DraftProbs, DuoRayEr
 class DraftSettings:
     """Everything a draft actor needs to build itself, also after a restart."""
 
-    path: str
-    """The .gguf file."""
+    files: tuple[tuple[str, str], ...]
+    """(quantisation, .gguf file) of the same model; all are loaded."""
     model: str
     """The model's name in the configuration, a local path in full; other nodes find it by that."""
-    quant: str
+    quant: str | None
+    """models.draft.quant."""
     threads: int
     cores: tuple[int, ...]
     """Cores to run on; empty leaves the choice to the operating system."""
@@ -36,13 +37,16 @@ class DraftSettings:
     """models.draft.vocabulary: auto, or the name of a strategy."""
     warmup_steps: int
     node: str = ""
-    """Ray's id of the node that `path` and `cores` are about."""
+    """Ray's id of the node that `files` and `cores` are about."""
 
     def here(self) -> DraftSettings:
         """The same on the node this runs on: an actor may be placed, or come back, anywhere."""
         if self.node == node_id():
             return self
-        return replace(self, path=str(find_here(resolve_draft, self.model, self.quant)), cores=())
+        # What auto has chosen among may be more, or made of something else, elsewhere.
+        asked = [(quant, quant if self.quant == "auto" else self.quant) for quant, _ in self.files]
+        files = tuple((quant, str(find_here(resolve_draft, self.model, wanted))) for quant, wanted in asked)
+        return replace(self, files=files, cores=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +60,18 @@ class DraftInfo:
     vocab_size: int
     max_context: int
     memory_bytes: int
-    timings: tuple[tuple[int, float], ...]
-    """(sequences advanced together, seconds) of the warm-up decodes, per token of the target."""
+    """Of all quantisations together."""
+    timings: dict[str, tuple[tuple[int, float], ...]]
+    """For each quantisation, (sequences advanced together, seconds) of the warm-up decodes, per token of the target."""
     vocabulary: VocabularyMatch
     """How its tokens become the target's."""
 
 
 class DraftActor:
-    """Ray actor around `LlamaCppDraft`, adapted to the target's tokens: one call at a time, state only in the model."""
+    """Ray actor around a `LlamaCppDraft` for each quantisation, adapted to the target's tokens: one call at a time.
+
+    Its only state is the models'.
+    """
 
     def __init__(self, settings: DraftSettings) -> None:
         settings = settings.here()
@@ -74,15 +82,19 @@ class DraftActor:
 
         self._settings = settings
         self._busy = threading.Lock()  # actor calls and the socket's thread take turns
-        self._draft = LlamaCppDraft.load(
-            settings.path,
-            threads=settings.threads,
-            max_context=settings.max_context,
-            slots=settings.slots,
-            max_sequences=settings.max_sequences,
-        )
-        self._timings = self._draft.warm_up(settings.warmup_steps)
-        self._adapted: tuple[DraftModel, DraftInfo] | None = None
+        self._drafts = {
+            quant: LlamaCppDraft.load(
+                path,
+                threads=settings.threads,
+                max_context=settings.max_context,
+                slots=settings.slots,
+                max_sequences=settings.max_sequences,
+            )
+            for quant, path in settings.files
+        }
+        self._timings = {quant: draft.warm_up(settings.warmup_steps) for quant, draft in self._drafts.items()}
+        self._models: dict[str, DraftModel] = {}
+        self._info: DraftInfo | None = None
 
     def adapt(self, tokenizer: Tokenizer) -> DraftInfo:
         """Learn the target's tokens, before any job; after a restart again.
@@ -93,44 +105,49 @@ class DraftActor:
         from duo_ray.models.translating import adapt  # noqa: PLC0415 - as above
 
         with self._busy:
-            if self._adapted is None:
-                model, match = adapt(self._draft, tokenizer, self._settings.vocabulary)
-                self._adapted = model, self._info(model, match)
-            return self._adapted[1]
+            if self._info is None:
+                matches = {}
+                wanted = self._settings.vocabulary
+                for quant, draft in self._drafts.items():
+                    self._models[quant], matches[quant] = adapt(draft, tokenizer, wanted)
+                    wanted = matches[quant].strategy  # one for all: their blocks are judged alike
+                self._info = self._describe(matches)
+            return self._info
 
-    def _info(self, model: DraftModel, match: VocabularyMatch) -> DraftInfo:
+    def _describe(self, matches: Mapping[str, VocabularyMatch]) -> DraftInfo:
+        first = next(iter(matches))
         return DraftInfo(
             pid=os.getpid(),
             node=node_id(),
             cores=self._settings.cores,
-            vocab_size=model.vocab_size,
-            max_context=model.max_context,
-            memory_bytes=self._draft.memory_bytes(),
-            timings=tuple((width, match.tokens_per_target_token * seconds) for width, seconds in self._timings),
-            vocabulary=match,
+            vocab_size=self._models[first].vocab_size,
+            max_context=self._models[first].max_context,
+            memory_bytes=sum(draft.memory_bytes() for draft in self._drafts.values()),
+            timings={
+                quant: tuple((width, matches[quant].tokens_per_target_token * seconds) for width, seconds in timings)
+                for quant, timings in self._timings.items()
+            },
+            vocabulary=matches[first],
         )
 
-    @property
-    def _model(self) -> DraftModel:
-        if self._adapted is None:
-            raise DuoRayError("the draft was not told the target's tokens: call adapt first")
-        return self._adapted[0]
-
-    def draft(self, jobs: Sequence[DraftJob]) -> tuple[list[DraftBlock], tuple[DraftProbs | None, ...]]:
+    def draft(self, quant: str, jobs: Sequence[DraftJob]) -> tuple[list[DraftBlock], tuple[DraftProbs | None, ...]]:
         """Blocks for the coordinator and, as an object of its own that only the target reads, their probabilities."""
         with self._busy:
-            answers = self._model.draft(jobs)
+            if self._info is None:
+                raise DuoRayError("the draft was not told the target's tokens: call adapt first")
+            answers = self._models[quant].draft(jobs)
         return [block for block, _ in answers], tuple(probs for _, probs in answers)
 
     def release(self, request_id: str) -> None:
         with self._busy:
-            self._model.release(request_id)
+            for model in self._models.values():
+                model.release(request_id)
 
     def listen(self) -> tuple[str, str]:
         """Open a socket that takes `draft` and `release`: (id of this node, its path)."""
 
-        def draft(jobs: Sequence[DraftJob], _parts: wire.Parts) -> tuple[list[DraftBlock], wire.Parts]:
-            blocks, probs = self.draft(jobs)
+        def draft(asked: tuple[str, Sequence[DraftJob]], _parts: wire.Parts) -> tuple[list[DraftBlock], wire.Parts]:
+            blocks, probs = self.draft(*asked)
             return blocks, (pickle.dumps(probs),)
 
         path = wire.listen({"draft": draft}, {"release": self.release})

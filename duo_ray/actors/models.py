@@ -66,8 +66,8 @@ class Drafter(Protocol[Probs_co]):
         """Whether it answers."""
         ...
 
-    async def draft(self, job: DraftJob) -> tuple[DraftBlock, Probs_co | None]:
-        """Raises `DraftLost`, `UnknownPrefix`, or what the model raised."""
+    async def draft(self, quant: str, job: DraftJob) -> tuple[DraftBlock, Probs_co | None]:
+        """Ask this quantisation of it. Raises `DraftLost`, `UnknownPrefix`, or what the model raised."""
         ...
 
     def release(self, request_id: str) -> None:

@@ -19,7 +19,7 @@ def node_id() -> str:
     return name
 
 
-def find_here(resolve: Callable[..., T], *model: str) -> T:
+def find_here(resolve: Callable[..., T], *model: str | None) -> T:
     """Find a model on this node, fetching or converting it where needed.
 
     Raises:

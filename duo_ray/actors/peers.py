@@ -119,15 +119,15 @@ class DraftPeer(_Peer):
         *,
         tokenizer: ray.ObjectRef,
         limit: int,
-        observe: Callable[[Sequence[DraftBlock]], None],
+        observe: Callable[[str, Sequence[DraftBlock]], None],
     ) -> None:
-        """`tokenizer` is the target's; `observe` is told the blocks of every call."""
+        """`tokenizer` is the target's; `observe` is told the quantisation and the blocks of every call."""
         super().__init__(name, handle, meter)
         self._tokenizer = tokenizer
         self.requests = 0
         self._observe = observe
-        self._batcher: Batcher[DraftJob, Draft] = Batcher(
-            self._call, isolate=_own_fault, limit=limit, alone=lambda job: job.reproducible
+        self._batcher: Batcher[tuple[str, DraftJob], Draft] = Batcher(
+            self._call, isolate=_own_fault, limit=limit, group=lambda asked: None if asked[1].reproducible else asked[0]
         )
 
     async def connect(self) -> None:
@@ -135,23 +135,24 @@ class DraftPeer(_Peer):
         await self._handle.adapt.remote(self._tokenizer)
         await super().connect()
 
-    async def draft(self, job: DraftJob) -> Draft:
+    async def draft(self, quant: str, job: DraftJob) -> Draft:
         """See `actors.models.Drafter`."""
-        return await self._batcher.submit(job)
+        return await self._batcher.submit((quant, job))
 
-    async def _call(self, jobs: Sequence[DraftJob]) -> list[Draft]:
+    async def _call(self, asked: Sequence[tuple[str, DraftJob]]) -> list[Draft]:
+        quant, jobs = asked[0][0], [job for _, job in asked]
         blocks: list[DraftBlock]
         source: ray.ObjectRef | bytes
         try:
             if self._link is not None:
-                blocks, (source,) = await self._link.call("draft", jobs)
+                blocks, (source,) = await self._link.call("draft", (quant, jobs))
             else:
-                blocks_ref, source = self._handle.draft.options(num_returns=2).remote(jobs)
+                blocks_ref, source = self._handle.draft.options(num_returns=2).remote(quant, jobs)
                 blocks = await blocks_ref
         except (RayActorError, LinkLostError) as error:
             raise DraftLost(self._lost(error)) from error
         self._tally.busy(self.name, max(block.span.seconds for block in blocks))
-        self._observe(blocks)
+        self._observe(quant, blocks)
         return [
             (block, None if job.sampling.greedy else ProbsHandle(source, entry))
             for entry, (job, block) in enumerate(zip(jobs, blocks, strict=True))

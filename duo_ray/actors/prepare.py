@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import chain
@@ -14,7 +14,7 @@ from duo_ray.actors.coordinator import CoordinatorSettings, PipelineInfo
 from duo_ray.actors.draft import DraftSettings
 from duo_ray.actors.launch import Footprint, PipelineSettings
 from duo_ray.actors.target import TargetSettings
-from duo_ray.config import Config
+from duo_ray.config import Config, DraftConfig
 from duo_ray.core.gamma import Policy
 from duo_ray.hardware.cores import CoreClaims, show_cores
 from duo_ray.hardware.machine import Machine, detect_machine
@@ -23,6 +23,8 @@ from duo_ray.models.calibration import Calibration, calibration_file, read_calib
 from duo_ray.models.catalog import (
     TargetFiles,
     context_length,
+    draft_quants,
+    quant_of,
     resolve_draft,
     resolve_gguf_target,
     resolve_target,
@@ -46,6 +48,7 @@ class Prepared:
     machine: Machine
     files: TargetFiles
     draft_path: Path | None
+    """The draft's .gguf file; of several quantisations the finest."""
     tokenizer: Tokenizer
     plan: Plan
     settings: PipelineSettings
@@ -80,7 +83,8 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
     resolve = resolve_target if engine == "transformers" else resolve_gguf_target
     files = resolve(config.models.target.model, progress=progress)
     draft = config.models.draft
-    draft_path = None if draft.model is None else resolve_draft(draft.model, draft.quant, progress=progress)
+    drafts = _draft_files(draft, machine, progress)
+    draft_path = next(iter(drafts.values()), None)
     tokenizer = Tokenizer.load(files.tokenizer_path)
     asked = config.models.target.max_seq_len
     target_context = context_length(None if asked == "auto" else asked, files.context_length)
@@ -88,8 +92,9 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
 
     processors = "cluster" if anywhere else [machine.cpu, *(gpu.name for gpu in machine.gpus)]
     facts = (
-        *_stamp(files.path), *_stamp(draft_path), processors, plan, engine, config.models.target.precision,
-        config.models.target.attn_implementation, config.models.target.n_gpu_layers, config.models.target.quantization,
+        *_stamp(files.path), *chain.from_iterable(map(_stamp, drafts.values() or [None])), processors, plan, engine,
+        config.models.target.precision, config.models.target.attn_implementation,
+        config.models.target.n_gpu_layers, config.models.target.quantization,
         version("torch"), version("transformers"), version("llama-cpp-python"),
     )  # fmt: skip
     calibration_path = calibration_file(*facts)
@@ -125,7 +130,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
         ),
         drafts=tuple(
             DraftSettings(
-                path=str(draft_path),
+                files=tuple((quant, str(path)) for quant, path in drafts.items()),
                 model=_anywhere(draft.model),
                 quant=draft.quant,
                 threads=share.cpus,
@@ -148,6 +153,8 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
             calibration=kept.costs if kept is not None else None,
         ),
     )
+    if not anywhere:
+        settings = as_many_as_fit(settings, machine, notes)
     memory = estimate_memory(settings)
     if not anywhere:
         check_room(memory, settings, machine)
@@ -168,9 +175,41 @@ def estimate_memory(settings: PipelineSettings) -> dict[str, ModelMemory]:
         size = directory_memory(path, target.dtype, **room, packed=on_cpu, quantization=target.quantization)
         memory = {"target": size}
     for i, draft in enumerate(settings.drafts):
-        header = read_gguf(Path(draft.path))
-        memory[f"draft {i}"] = gguf_memory(header, tokens=draft.max_context, slots=draft.slots)
+        sizes = [_draft_memory(draft, path) for _, path in draft.files]
+        together = {name: sum(getattr(size, name) for size in sizes) for name in ("weights", "per_token", "parameters")}
+        memory[f"draft {i}"] = replace(sizes[0], **together)
     return memory
+
+
+def _draft_memory(draft: DraftSettings, path: str) -> ModelMemory:
+    return gguf_memory(read_gguf(Path(path)), tokens=draft.max_context, slots=draft.slots)
+
+
+def as_many_as_fit(settings: PipelineSettings, machine: Machine, notes: list[str]) -> PipelineSettings:
+    """With only as many quantisations of the draft as find room: one, and others in half of what it leaves free."""
+    if not settings.drafts or len(settings.drafts[0].files) == 1:
+        return settings
+
+    def taken(files: Sequence[tuple[str, str]]) -> int:
+        having = _with_files(settings, files)
+        return sum(size.total for size in _on_host(estimate_memory(having), having).values())
+
+    files = settings.drafts[0].files
+    first, *others = [file for file in files if taken([file]) <= machine.memory_available] or files[-1:]
+    kept = [first]
+    room = (machine.memory_available + taken(kept)) / 2
+    for file in others:
+        if taken([*kept, file]) <= room:
+            kept.append(file)
+    note = f"quantisations of the draft: {', '.join(quant for quant, _ in kept)}"
+    if left_out := [quant for quant, path in files if (quant, path) not in kept]:
+        note += f"; {', '.join(left_out)} would leave less than half of the memory that one of them leaves"
+    notes.append(note)
+    return _with_files(settings, kept)
+
+
+def _with_files(settings: PipelineSettings, files: Sequence[tuple[str, str]]) -> PipelineSettings:
+    return replace(settings, drafts=tuple(replace(draft, files=tuple(files)) for draft in settings.drafts))
 
 
 def check_room(memory: Mapping[str, ModelMemory], settings: PipelineSettings, machine: Machine) -> None:
@@ -179,20 +218,27 @@ def check_room(memory: Mapping[str, ModelMemory], settings: PipelineSettings, ma
     Raises:
         ConfigError: see `models.memory.check_memory`.
     """
-    on_host = dict(memory)
     target = settings.target
     if target.device != "cpu":
-        size = on_host.pop("target")
         gpus = [gpu.memory for gpu in machine.gpus]
         room = sum(gpus) if target.device_map is not None else gpus[int(target.device.partition(":")[2] or 0)]
         if room and target.engine == "transformers":  # llama.cpp may leave layers on the host
-            check_memory({"target": size}, room, "GPU memory")
-    mapped = set()
-    for i, draft in enumerate(settings.drafts):  # processes share the pages of a file that each of them maps
-        if draft.path in mapped or draft.path == target.path:
-            on_host[f"draft {i}"] = replace(memory[f"draft {i}"], weights=0)
-        mapped.add(draft.path)
-    check_memory(on_host, machine.memory_available, "memory")
+            check_memory({"target": memory["target"]}, room, "GPU memory")
+    check_memory(_on_host(memory, settings), machine.memory_available, "memory")
+
+
+def _on_host(memory: Mapping[str, ModelMemory], settings: PipelineSettings) -> dict[str, ModelMemory]:
+    """What is taken of the machine's own memory, where processes share the pages of a file that each of them maps."""
+    target = settings.target
+    on_host = {name: size for name, size in memory.items() if name != "target" or target.device == "cpu"}
+    mapped = {target.path}
+    for i, draft in enumerate(settings.drafts):
+        paths = {path for _, path in draft.files}
+        size = memory[f"draft {i}"]
+        shared = sum(_draft_memory(draft, path).weights for path in paths & mapped)
+        on_host[f"draft {i}"] = replace(size, weights=size.weights - shared)
+        mapped |= paths
+    return on_host
 
 
 def _summary(settings: PipelineSettings, memory: Mapping[str, ModelMemory]) -> str:
@@ -227,6 +273,20 @@ def policy(config: Config) -> Policy:
         overlap=None if overlap == "auto" else overlap,
         fallback=optimization.fallback,
     )
+
+
+def _draft_files(draft: DraftConfig, machine: Machine, progress: Progress) -> dict[str, Path]:
+    """The draft's .gguf files by their quantisation, finest first, made where they are not there; none: no draft."""
+    if draft.model is None:
+        return {}
+    threads = max(1, len(machine.cores))
+    if draft.quant != "auto":
+        path = resolve_draft(draft.model, draft.quant, threads=threads, progress=progress)
+        return {draft.quant or quant_of(path): path}
+    return {
+        quant: resolve_draft(draft.model, quant, threads=threads, progress=progress)
+        for quant in draft_quants(draft.model)
+    }
 
 
 def _draft_context(asked: int | str, path: Path, target_context: int, target_vocabulary: int) -> int:

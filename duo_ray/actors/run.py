@@ -117,7 +117,8 @@ class Run(Generic[Probs]):
             tokens, stats.first_token = [], self._clock()
         patience = 0.0
         if job is not None and not first and decoding.worth_waiting:
-            patience = self._planner.patience(job.budget, waited=self._clock() - sent, rows=len(self._rounds))
+            waited, rows = self._clock() - sent, len(self._rounds)
+            patience = self._planner.patience(decoding.controller.costs, job.budget, waited=waited, rows=rows)
         block = await self._collect(patience)
         # One message a step: each costs the processes at both ends time that the models could use.
         emit(tokens + decoding.settle())
@@ -133,9 +134,9 @@ class Run(Generic[Probs]):
         return "" if self._draft is None else self._draft.name
 
     def _ask(self, job: DraftJob) -> asyncio.Task[tuple[DraftBlock, Probs | None]]:
-        if self._draft is None:
+        if self._draft is None or self._stats.draft_quant is None:
             raise DuoRayError("a draft job for a request without a draft")
-        return asyncio.create_task(self._draft.draft(job))
+        return asyncio.create_task(self._draft.draft(self._stats.draft_quant, job))
 
     async def _lead(self) -> DraftBlock | None:
         job = self.decoding.lead_job()
@@ -146,7 +147,7 @@ class Run(Generic[Probs]):
             with self._rounds.away(self):
                 await asyncio.wait([self._pending])
         else:
-            patience = self._planner.lead_patience(job.budget, rows=len(self._rounds))
+            patience = self._planner.lead_patience(self.decoding.controller.costs, job.budget, rows=len(self._rounds))
             await asyncio.wait([self._pending], timeout=patience)
             self._rounds.led(self)
         if not self._pending.done():
@@ -216,7 +217,9 @@ class Run(Generic[Probs]):
         except Exception as error:  # whatever is wrong with the draft, the target's text does not depend on it
             self.decoding.draft_lost()
             self._draft_fault = f"draft failed: {error}"
-            logger.warning("%s: %s; this request goes on without a draft", self._request.request_id, error)
+            logger.warning(
+                "%s: %s; this request goes on without a draft", self._request.request_id, error, exc_info=True
+            )
         return None
 
     def _without_draft(self) -> str | None:

@@ -12,6 +12,7 @@ A request alone is planned by its own controller (`core.gamma`).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -76,7 +77,8 @@ class SharedBudget:
     _LEARNING, _FORGETTING = 0.2, 0.005
 
     def __init__(self, policy: Policy, costs: Costs) -> None:
-        self._policy, self._costs = policy, costs
+        self._policy, self.costs = policy, costs
+        """The present costs: of the draft that most of the last seats had."""
         leads, gammas, allowed = choices(policy)
         few_leads, few_gammas = _thinned(leads), _thinned(gammas)
         self._leads, self._gammas = leads[few_leads], gammas[few_gammas]
@@ -106,7 +108,10 @@ class SharedBudget:
             busy: a draft is still at work for an earlier round.
         """
         self._learn(elapsed)
-        self._expected = (True, self._costs.target_seconds(rows) + self._costs.overhead) if busy else None
+        if seats:
+            # Those who use another quantisation of the draft are too few to be worth a sum of their own.
+            self.costs = Counter(seat.controller.costs for seat in seats).most_common(1)[0][0]
+        self._expected = (True, self.costs.target_seconds(rows) + self.costs.overhead) if busy else None
         free = [i for i, seat in enumerate(seats) if not seat.busy]
         plans = [Plan(0, 0, False, "draft is busy")] * len(seats)
         if rows == 1:
@@ -170,7 +175,7 @@ class SharedBudget:
 
     def _seconds(self, seats: Sequence[Seat], plans: Sequence[Plan], rows: int, drafts: int) -> float:
         """How long the coming round should take."""
-        costs = self._costs
+        costs = self.costs
         leads = [plan.lead for seat, plan in zip(seats, plans, strict=True) if plan.lead and not seat.hand]
         lead_seconds = max(leads, default=0) * costs.draft_seconds(max(1.0, len(leads) / drafts))
         writing = [(plan.gamma, seat.behind) for seat, plan in zip(seats, plans, strict=True)]
@@ -196,7 +201,7 @@ class SharedBudget:
         """Ids a draft can read beside what it writes while the target is busy; any number when it writes nothing."""
         if not writing:
             return _READ_ALONE
-        costs, count = self._costs, len(writing)
+        costs, count = self.costs, len(writing)
         spare = costs.target_seconds(rows) - (shared.gamma - 1) * costs.draft_seconds(count)
         rows_read = sum(max(1, seat.behind) for seat in writing)
         widths = np.arange(1.0, _READ_ALONE + 1)
@@ -222,7 +227,7 @@ class SharedBudget:
             ((s.controller.acceptance.head, s.controller.acceptance.token, s.controller.share) for s in seats),
             key=lambda chance: -chance[0] * chance[1],
         )
-        rates = shared_rates(self._leads, self._gammas, self._costs, chances, rows=rows, drafts=drafts)
+        rates = shared_rates(self._leads, self._gammas, self.costs, chances, rows=rows, drafts=drafts)
         none = rates[0, 0, 0]
         rates = np.where(self._allowed, rates, 0.0)
         if not self._policy.fallback:
@@ -251,7 +256,7 @@ class SharedBudget:
     def _restart(self, seats: Sequence[Seat], drafting: int, rows: int) -> float:
         """Price of reading what is new to the draft before any of it pays, as a share of the next turns."""
         behind = sum(sorted(seat.behind for seat in seats)[:drafting])
-        rounds = self._costs.draft_seconds(max(1, behind)) / self._costs.target_seconds(rows)
+        rounds = self.costs.draft_seconds(max(1, behind)) / self.costs.target_seconds(rows)
         return rounds * math.expm1(max(0.0, self._slower[True] - self._slower[False])) / (2 * self._TURN)
 
     def _probe(self, rows: int, behind: int) -> Plan | None:
@@ -259,7 +264,7 @@ class SharedBudget:
 
         No one waits for it, so its price is what a draft at work slows the target down by, and what it adds to a pass.
         """
-        costs = self._costs
+        costs = self.costs
         second = costs.target_seconds(rows)
         self._savings = min(self._savings + self._PROBE_SHARE * second, self._SAVED_ROUNDS * second)
         self._wait -= 1

@@ -239,6 +239,12 @@ class Costs:
         known = self._target.seconds(1.0) if self._target.seen else self._ASSUMED_TARGET
         return np.asarray(curve * known / self._ASSUMED_RATIO)
 
+    def other_draft(self) -> Costs:
+        """Costs of another draft beside the same target: what either learns of the target and overhead, both know."""
+        twin = Costs()
+        twin._target, twin._overheads = self._target, self._overheads
+        return twin
+
     def frozen(self) -> Costs:
         """A copy that ignores further observations: the schedule of a reproducible request rests on it."""
         twin = Costs()
@@ -450,9 +456,9 @@ class GammaController:
 
     def __init__(self, policy: Policy, costs: Costs, acceptance: Acceptance) -> None:
         self.acceptance = acceptance.copy()
+        self.costs = costs
         self._pooled = acceptance
         self._policy = policy
-        self._costs = costs
         self._leads, self._gammas, self._allowed = choices(policy)
         self._choice: tuple[int, int] | None = None
         self.share = 1.0
@@ -465,7 +471,7 @@ class GammaController:
         """For the coming step."""
         if not self._allowed.any():
             return Plan(0, 0, False, "plain: the configuration leaves nothing to draft")
-        second = self._costs.target_seconds(1) + self._costs.overhead
+        second = self.costs.target_seconds(1) + self.costs.overhead
         self._savings = min(self._savings + self._PROBE_SHARE * second, self._SAVED_STEPS * second)
         lead, gamma = self._best()
         gain = self._gain(lead, gamma)
@@ -486,10 +492,10 @@ class GammaController:
         While a block of `gamma` tokens is done before the target, their number is all that counts. When the target
         would wait for the draft, time counts, and a wider decode is cheaper than one more.
         """
-        one = self._costs.draft_seconds(1)
-        if gamma * one <= self._costs.target_seconds(1):
+        one = self.costs.draft_seconds(1)
+        if gamma * one <= self.costs.target_seconds(1):
             return 1.0
-        return min(1.0, max(0.05, self._costs.draft_seconds(2) / one - 1.0))
+        return min(1.0, max(0.05, self.costs.draft_seconds(2) / one - 1.0))
 
     def observe(self, *, proposed: int, accepted: int, bet_won: bool | None, gamma: int, best_tail: int | None) -> None:
         """How a step ended.
@@ -511,7 +517,7 @@ class GammaController:
         """(lead, gamma) with the highest rate; the one before stays while it is within 1% of that."""
         rates = np.where(self._allowed, self._rates(self._leads, self._gammas, self._policy.gamma_scale), 0.0)
         if self._policy.draft_budget is None and self._policy.overlap is not False and not self.acceptance.known:
-            ratio = self._policy.gamma_scale * self._costs.target_seconds(1) / self._costs.draft_seconds(1)
+            ratio = self._policy.gamma_scale * self.costs.target_seconds(1) / self.costs.draft_seconds(1)
             start = min(max(round(ratio), self._policy.gamma_min), self._policy.gamma_max)
             rates[:, self._gammas != start] = 0.0
         best = divmod(int(rates.argmax()), rates.shape[1])
@@ -522,19 +528,19 @@ class GammaController:
 
     def _gain(self, lead: int, gamma: int) -> float:
         """Rate of a plan as a multiple of plain decoding's, with the draft's true speed."""
-        costs = self._costs
+        costs = self.costs
         rate = self._rates(np.array([float(lead)]), np.array([float(gamma)]), 1.0)
         return float(rate[0, 0]) * (costs.target_seconds(1) + costs.overhead)
 
     def _rates(self, leads: Array, gammas: Array, speed: float) -> Array:
         chances = self.acceptance
         return tokens_per_second(
-            leads, gammas, self._costs, token=chances.token, head=chances.head, share=self.share, speed=speed
+            leads, gammas, self.costs, token=chances.token, head=chances.head, share=self.share, speed=speed
         )
 
     def _probe(self) -> Plan | None:
         """A small block, if one is due and paid for; with a fast draft a lead of one token too, if paid for."""
-        costs, policy = self._costs, self._policy
+        costs, policy = self.costs, self._policy
         self._wait -= 1
         if self._wait > 0:
             return None
@@ -563,7 +569,7 @@ class GammaController:
 
     def _lead_cost(self, lead: int) -> float:
         """Seconds a lead adds to plain decoding when none of it is accepted."""
-        costs = self._costs
+        costs = self.costs
         return lead * costs.draft_seconds(1) + costs.target_seconds(lead + 1) - costs.target_seconds(1)
 
 

@@ -94,26 +94,28 @@ class RoundPlanner(Generic[P]):
         chunk = prefill_chunk(self._costs, self._chunk, prefilling=prefilling, streaming=len(participants) - prefilling)
         leading = [each for each in participants if each.begin_round(plans.get(each), chunk)]
         blocks = [(each.decoding.gamma, each.decoding.behind) for each in participants if not each.prefilling]
-        self._draft_call = draft_call_seconds(self._costs, blocks, self._drafts)
+        self._draft_call = draft_call_seconds(self._budget.costs, blocks, self._drafts)
         return leading
 
-    def patience(self, budget: int, *, waited: float, rows: int) -> float:
+    def patience(self, costs: Costs, budget: int, *, waited: float, rows: int) -> float:
         """Seconds to wait from now for `budget` drafted tokens that were asked for `waited` seconds ago.
+
+        `costs` are those of the request's own draft.
 
         Half as long again as they should take, and no less than a plain pass of a request alone: while one is waited
         for, the other could have been done. When others wait too (`rows` requests in all), a quarter of that.
         """
-        pass_seconds = self._costs.target_seconds(1)
+        pass_seconds = costs.target_seconds(1)
         if rows == 1:
-            return max(pass_seconds, _LATENESS * budget * self._costs.draft_seconds(1) - waited)
+            return max(pass_seconds, _LATENESS * budget * costs.draft_seconds(1) - waited)
         return max(pass_seconds / 4, _LATENESS * self._draft_call - waited)
 
-    def lead_patience(self, budget: int, *, rows: int) -> float:
+    def lead_patience(self, costs: Costs, budget: int, *, rows: int) -> float:
         """Seconds to wait for a lead of `budget` tokens that was asked for just now.
 
         Alone, nothing else could be done meanwhile, and after plain steps there is a stretch of context to read.
         """
-        return max(_LEAD_ALONE if rows == 1 else 0.0, self.patience(budget, waited=0.0, rows=rows))
+        return max(_LEAD_ALONE if rows == 1 else 0.0, self.patience(costs, budget, waited=0.0, rows=rows))
 
 
 def prefill_chunk(costs: Costs, largest: int, *, prefilling: int, streaming: int) -> int:

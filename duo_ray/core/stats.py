@@ -34,6 +34,12 @@ class RequestStats:
     """Drafted tokens, heads apart, that the target looked at: those kept, and the first rejected one of a block."""
     kept_tokens: int = 0
     """How many of them were kept."""
+    judged_heads: int = 0
+    """How often the token after a fully kept block was one that heads bet on."""
+    won_heads: int = 0
+    """How often one of them won."""
+    draft_quant: str | None = None
+    """The quantisation of the draft that the request used; None: it had no draft."""
     proposed_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     gamma_history: list[int] = field(default_factory=list)
@@ -117,6 +123,8 @@ class RequestStats:
             "wasted_tokens": self.wasted_tokens,
             "judged_tokens": self.judged_tokens,
             "kept_tokens": self.kept_tokens,
+            "judged_heads": self.judged_heads,
+            "won_heads": self.won_heads,
             "mean_accepted": round(self.accepted_tokens / self.target_steps, 3) if self.target_steps else 0.0,
             "acceptance_per_position": [
                 round(accepted / proposed, 3)
@@ -126,6 +134,7 @@ class RequestStats:
             "sequences_history": self.sequences_history,
             "plain_steps": dict(self.reasons),
             "plain_reason": self.last_reason,
+            "draft_quant": self.draft_quant,
             "draft_losses": self.draft_losses,
             "target_losses": self.target_losses,
             "t_target_ms": _ms(statistics.median(self._target_seconds)) if self._target_seconds else 0.0,

@@ -344,10 +344,13 @@ class Decoding(Generic[Probs]):
         ending, self._ending = self._ending, None
         if ending is None:
             return []
+        bet_won = ending.late_bet_won if ending.bet_won is None else ending.bet_won
+        self.stats.judged_heads += bet_won is not None
+        self.stats.won_heads += bool(bet_won)
         self.controller.observe(
             proposed=ending.proposed,
             accepted=ending.accepted,
-            bet_won=ending.late_bet_won if ending.bet_won is None else ending.bet_won,
+            bet_won=bet_won,
             gamma=ending.gamma,
             best_tail=ending.best_tail,
         )

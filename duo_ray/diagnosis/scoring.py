@@ -118,7 +118,7 @@ def score(prepared: Prepared, observed: Observed, progress: Progress) -> Scores:
     target = load_target(replace(settings, slots=1, cuda_graphs=False))
     progress("loading the draft", 0.0)
     model = LlamaCppDraft.load(
-        draft.path, threads=draft.threads, max_context=draft.max_context, slots=1, max_sequences=1, keep=_ALL
+        draft.files[0][1], threads=draft.threads, max_context=draft.max_context, slots=1, max_sequences=1, keep=_ALL
     )
     with closing(model):
         return _Scoring(prepared, target, model, observed, progress).scores()

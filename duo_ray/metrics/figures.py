@@ -14,6 +14,10 @@ from duo_ray.metrics.series import (
     GENERATED_TOKENS,
     PLAIN_STEPS,
     PROMPT_TOKENS,
+    QUANT_ACCEPTANCE,
+    QUANT_IN_USE,
+    QUANT_RATE,
+    QUANT_T_DRAFT,
     QUEUED,
     REQUESTS,
     RESTARTS,
@@ -95,6 +99,17 @@ def _of_one(pipeline: Figures) -> dict[str, Any]:
         "queued": _gauge(pipeline, QUEUED),
         "tokens_per_s": _rounded(recent.tokens_per_s or 0.0),
         "generated_tokens": int(pipeline.counters[GENERATED_TOKENS, ()]),
+        "draft_quants": [_of_quant(pipeline.gauges, labels) for name, labels in pipeline.gauges if name == QUANT_RATE],
+    }
+
+
+def _of_quant(gauges: Values, labels: Labels) -> dict[str, Any]:
+    return {
+        "quant": labels[0],
+        "in_use": bool(gauges[QUANT_IN_USE, labels]),
+        "t_draft_ms": _ms(gauges[QUANT_T_DRAFT, labels]),
+        "acceptance": _rounded(gauges[QUANT_ACCEPTANCE, labels]),
+        "expected_tokens_per_s": _rounded(gauges[QUANT_RATE, labels]),
     }
 
 

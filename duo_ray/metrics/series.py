@@ -70,6 +70,11 @@ SPEEDUP = "duo_ray_speedup_estimate"
 TTFT = "duo_ray_time_to_first_token_seconds"
 INTER_TOKEN = "duo_ray_inter_token_seconds"
 OVERHEAD = "duo_ray_round_overhead_seconds"
+QUANT_REQUESTS = "duo_ray_draft_quant_requests"
+QUANT_IN_USE = "duo_ray_draft_quant_in_use"
+QUANT_T_DRAFT = "duo_ray_draft_quant_t_draft_seconds"
+QUANT_ACCEPTANCE = "duo_ray_draft_quant_acceptance"
+QUANT_RATE = "duo_ray_draft_quant_expected_tokens_per_second"
 
 SERIES: tuple[Series, ...] = (
     Series(DRAFTS, Kind.COUNTER, "Drafted blocks that a target pass judged."),
@@ -100,6 +105,15 @@ SERIES: tuple[Series, ...] = (
         Kind.GAUGE,
         "ESTIMATE: plain passes (from T_target) the committed tokens would have taken, over the real time.",
     ),
+    Series(
+        QUANT_REQUESTS, Kind.COUNTER, "Requests that ended, by the quantisation of the draft they used.", ("quant",)
+    ),
+    Series(
+        QUANT_IN_USE, Kind.GAUGE, "1 for the quantisation of the draft that requests use, 0 for others.", ("quant",)
+    ),
+    Series(QUANT_T_DRAFT, Kind.GAUGE, "Estimate of T_draft, by quantisation of the draft.", ("quant",)),
+    Series(QUANT_ACCEPTANCE, Kind.GAUGE, "Estimated chance that a drafted token is kept, by quantisation.", ("quant",)),
+    Series(QUANT_RATE, Kind.GAUGE, "Expected tokens per second of a request alone, by quantisation.", ("quant",)),
     Series(TTFT, Kind.HISTOGRAM, "Seconds from arrival to the first token, queueing included.", bounds=_SECONDS),
     Series(INTER_TOKEN, Kind.HISTOGRAM, "Seconds between outputs of a stream (one step's tokens).", bounds=_SECONDS),
     Series(OVERHEAD, Kind.HISTOGRAM, "Wall time of a step minus the models' own work.", bounds=_SECONDS),

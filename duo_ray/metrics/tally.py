@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from duo_ray.core.precision import Estimate
 from duo_ray.core.stats import StepTimes
 from duo_ray.metrics.figures import Figures
 from duo_ray.metrics.history import RECENT_S, History
@@ -26,6 +27,11 @@ from duo_ray.metrics.series import (
     PLAIN_STEPS,
     PROMPT_TOKENS,
     PROPOSED_PER_POSITION,
+    QUANT_ACCEPTANCE,
+    QUANT_IN_USE,
+    QUANT_RATE,
+    QUANT_REQUESTS,
+    QUANT_T_DRAFT,
     QUEUED,
     REQUESTS,
     RESTARTS,
@@ -107,6 +113,7 @@ class Tally:
             if series.kind is Kind.HISTOGRAM
         }
         self._history = History()
+        self._precision: Sequence[Estimate] = ()
         self._running = self._queued = 0
         self._active_since = self.started
 
@@ -143,6 +150,12 @@ class Tally:
         with self._lock:
             self._counters[REQUESTS, (how,)] += 1
             self._counters[WASTED_TOKENS, ()] += wasted_tokens
+
+    def quantised(self, quant: str, precision: Sequence[Estimate]) -> None:
+        """A request that used this quantisation of the draft ended; what is now expected of each."""
+        with self._lock:
+            self._add(QUANT_REQUESTS, quant, 1)
+            self._precision = precision
 
     def first_token(self, prompt_tokens: int, seconds: float) -> None:
         with self._lock:
@@ -207,6 +220,12 @@ class Tally:
                 (SPEEDUP, ()): recent.speedup,
                 **{(IDLE_SHARE, (actor,)): recent.idle(actor) for actor in self.actors},
             }
+            for each in self._precision:
+                labels = (each.quant,)
+                values[QUANT_IN_USE, labels] = float(each.in_use)
+                values[QUANT_T_DRAFT, labels] = each.draft_seconds
+                values[QUANT_ACCEPTANCE, labels] = each.token
+                values[QUANT_RATE, labels] = each.tokens_per_second
         return {key: value for key, value in values.items() if value is not None}
 
     def histograms(self) -> dict[str, tuple[list[int], float]]:

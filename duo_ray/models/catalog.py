@@ -40,6 +40,12 @@ CHOSEN_DRAFT = "draft.json"
 _FORMAT = 1
 """Part of the cache key: raise it when what is written here changes."""
 
+MOST_QUANTS = 3
+"""Quantisations of a draft loaded beside each other: each takes memory for its weights and for a KV cache."""
+
+_LADDER = {"Q8_0": 8.6, "Q4_0": 4.7, "Q2_K": 3.6}
+"""Quantisations worth making, each about half of the one before, and bits of a weight from which on they are."""
+
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _TARGET_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model"]
@@ -121,35 +127,73 @@ def resolve_gguf_target(name: str, *, progress: Progress | None = None) -> Targe
     return TargetFiles(path, folder, length, vocabulary, f"{name} ({path.name}, in llama.cpp)")
 
 
-def resolve_draft(name: str, quant: str = "auto", *, threads: int = 1, progress: Progress | None = None) -> Path:
+def resolve_draft(name: str, quant: str | None = None, *, threads: int = 1, progress: Progress | None = None) -> Path:
     """Find the .gguf file of a draft model, quantising it where `quant` is not there yet.
 
     Args:
-        quant: a llama.cpp quantisation, or auto for the file as it is (of several, the one that `CHOSEN_DRAFT` names).
+        quant: a llama.cpp quantisation; None for the file as it is (of several, the one that `CHOSEN_DRAFT` names).
         threads: CPU threads for quantising.
 
     Raises:
         CatalogError: nothing there, several files to choose from, or no .gguf.
         GgufError: a .gguf file that is damaged.
     """
+    path, files = _draft_files(name, quant)
+    if quant is None:
+        if chosen := _chosen(path):
+            return read_gguf(chosen).path
+        if len(files) > 1:
+            kinds = ", ".join(f"{file.name} ({quant_of(file)})" for file in files)
+            raise CatalogError(f"{path} holds {len(files)} models: {kinds}; set models.draft.quant, or name one file")
+        return read_gguf(files[0]).path
+    for file in files:
+        if quant_of(file) == quant:
+            return read_gguf(file).path
+    return _quantised(read_gguf(_finest(files)), quant, threads, progress or _silent)
+
+
+def draft_quants(name: str) -> list[str]:
+    """The quantisations that `models.draft.quant: auto` chooses among, at most `MOST_QUANTS`.
+
+    Those on disk (the one that `CHOSEN_DRAFT` names, then the finest first), and coarser ones to be made of them.
+
+    Raises:
+        CatalogError, GgufError: see `resolve_draft`.
+    """
+    path, files = _draft_files(name, "auto")
+    chosen = _chosen(path)
+    files.sort(key=lambda file: (file == chosen, _size(file)), reverse=True)
+    there = list(dict.fromkeys(map(quant_of, files)))[:MOST_QUANTS]
+    finest = read_gguf(_finest(files))
+    bits = 8 * sum(tensor.size for tensor in finest.tensors) / max(1, finest.parameters)
+    made = [quant for quant, nominal in _LADDER.items() if quant not in there and nominal < bits]
+    return [*there, *made[: max(0, MOST_QUANTS - len(there))]]
+
+
+def quant_of(file: Path) -> str:
+    """The quantisation in a .gguf file's name, else the one its metadata states, else "unknown"."""
+    words = re.findall(r"[A-Z0-9_]+", file.stem.upper())
+    named = [word for word in words if word in QUANT_TYPES]
+    return named[-1] if named else read_gguf(file).quant or "unknown"
+
+
+def _draft_files(name: str, quant: str | None) -> tuple[Path, list[Path]]:
+    """Where a draft's name leads, and the models there; `quant` matters for a hub id: see `_download_draft`."""
     path = _demo() if name == "demo" else _local(name)
     if path is None:
         path = _download_draft(name, quant)
     files = _gguf_files(path) if path.is_dir() else [path]
     if not files:
         _refuse_draft(path)
-    if quant == "auto":
-        if chosen := _chosen(path):
-            return read_gguf(chosen).path
-        if len(files) > 1:
-            kinds = ", ".join(f"{file.name} ({_quant_of(file)})" for file in files)
-            raise CatalogError(f"{path} holds {len(files)} models: {kinds}; set models.draft.quant, or name one file")
-        return read_gguf(files[0]).path
-    for file in files:
-        if _quant_of(file) == quant:
-            return read_gguf(file).path
-    finest = max(files, key=lambda file: file.stat().st_size)
-    return _quantised(read_gguf(finest), quant, threads, progress or _silent)
+    return path, files
+
+
+def _finest(files: list[Path]) -> Path:
+    return max(files, key=_size)
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size
 
 
 def context_length(requested: int | None, available: int, setting: str = "models.target.max_seq_len") -> int:
@@ -214,20 +258,29 @@ def _hub_reason(error: Exception) -> str:
     return " ".join(f"{type(cause).__name__}: {cause}".split())
 
 
-def _download_draft(repository: str, quant: str) -> Path:
-    """The snapshot on disk if it has what is asked for, else one with the files of that quantisation."""
+def _download_draft(repository: str, quant: str | None) -> Path:
+    """The snapshot on disk if it has what is asked for, else one with the files of that quantisation.
+
+    With auto, what is on disk will do; where nothing is, the file of Q8_0 is fetched.
+    """
     try:
         folder = _download(repository, ["*.gguf"], local_only=True)
         have = _gguf_files(folder)
     except CatalogError:
         have = []
-    if have and (quant == "auto" or any(_quant_of(file) == quant for file in have)):
+    if have and (quant in (None, "auto") or any(quant_of(file) == quant for file in have)):
         return folder
-    if quant == "auto":
+    if quant is None:
         raise CatalogError(f"set models.draft.quant to the file of {repository} to download, such as Q4_K_M")
-    folder = _download(repository, [f"*{quant}*.gguf", f"*{quant.lower()}*.gguf"])
+    wanted = "Q8_0" if quant == "auto" else quant
+    try:
+        folder = _download(repository, [f"*{wanted}*.gguf", f"*{wanted.lower()}*.gguf"])
+    except CatalogError:
+        if have:
+            return folder  # it can be made of these
+        raise
     if not _gguf_files(folder):
-        raise CatalogError(f"{repository} has no .gguf file of {quant}: look up which quantisations its page lists")
+        raise CatalogError(f"{repository} has no .gguf file of {wanted}: look up which quantisations its page lists")
     return folder
 
 
@@ -261,13 +314,6 @@ def _refuse_draft(folder: Path) -> NoReturn:
             f" `convert_hf_to_gguf.py {folder} --outfile draft.gguf`"
         )
     raise CatalogError(f"{folder} has no .gguf file")
-
-
-def _quant_of(file: Path) -> str:
-    """The quantisation in the file's name, else the one its metadata states."""
-    words = re.findall(r"[A-Z0-9_]+", file.stem.upper())
-    named = [word for word in words if word in QUANT_TYPES]
-    return named[-1] if named else read_gguf(file).quant or "unknown"
 
 
 # --- what a directory holds -------------------------------------------------------------------------------------

@@ -33,6 +33,9 @@ from duo_ray.types import DraftBlock, DraftJob, Request, SamplingParams, Span, V
 _WARM_TARGET, _WARM_DRAFT = (1, 2, 4, 8, 16, 32), (1, 2, 4)
 """Widths that both models are timed at before the first request."""
 
+_QUANT = "simulated"
+"""The one quantisation of the draft."""
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -170,7 +173,8 @@ class _World:
         arrived = now()
         async with self._slots:
             plans: list[Plan] = []
-            stats = RequestStats(started=arrived, queued_s=now() - arrived)
+            quant = _QUANT if self._drafts else None
+            stats = RequestStats(started=arrived, queued_s=now() - arrived, draft_quant=quant)
             decoding = self._decoding(number, stats)
             run = Run(
                 decoding,
@@ -276,7 +280,7 @@ class _Draft:
             self._call, isolate=lambda _: False, limit=world.hardware.slots
         )
 
-    async def draft(self, job: DraftJob) -> tuple[DraftBlock, None]:
+    async def draft(self, quant: str, job: DraftJob) -> tuple[DraftBlock, None]:  # noqa: ARG002
         request_id = job.context.request_id
         if request_id not in self._writers:
             self._writers[request_id] = Writer(self._world.text, [self._world.seed, 2, int(request_id)])

@@ -6,7 +6,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ray
@@ -88,22 +88,43 @@ class ScriptedDraftActor(_Recording):
 
     _verb = "draft"
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, quants: Mapping[str, tuple[float, float]] | None = None) -> None:
+        """`quants`: for each quantisation, a factor of `seconds` and how much of its table is not the target's."""
         super().__init__(seconds)
-        self._model = ScriptedDraft(mixed_table(TABLE, random_table(VOCAB, 2), 0.2), VOCAB, max_context=CONTEXT)
+        self._slowness = {"Q8_0": 1.0}
+        self._models = {"Q8_0": _draft(0.2)}
+        if quants is not None:
+            self._slowness = {name: slowness for name, (slowness, _) in quants.items()}
+            self._models = {name: _draft(other) for name, (_, other) in quants.items()}
+
+    def held(self) -> set[str]:
+        with self._busy:
+            return {request_id for model in self._models.values() for request_id in model.held}
+
+    def release(self, request_id: str) -> None:
+        with self._busy:
+            for model in self._models.values():
+                model.release(request_id)
 
     def adapt(self, _tokenizer: Tokenizer) -> DraftInfo:
-        timings = tuple((width, self._seconds * (1 + 0.1 * width)) for width in (1, 2, 4))
+        timings = {
+            quant: tuple((width, slowness * self._seconds * (1 + 0.1 * width)) for width in (1, 2, 4))
+            for quant, slowness in self._slowness.items()
+        }
         same = VocabularyMatch(VocabularyReport(VOCAB, VOCAB, VOCAB, None, VOCAB, (), ()), Strategy.SAME, "one table")
         return DraftInfo(os.getpid(), ray.get_runtime_context().get_node_id(), (), VOCAB, CONTEXT, 0, timings, same)
 
-    def draft(self, jobs: Sequence[DraftJob]) -> tuple[list[DraftBlock], tuple[DraftProbs | None, ...]]:
+    def draft(self, quant: str, jobs: Sequence[DraftJob]) -> tuple[list[DraftBlock], tuple[DraftProbs | None, ...]]:
         with self._busy:
             self._calls.append([(job.context.request_id, job.budget) for job in jobs])
-            answers = self._model.draft(jobs)
-            time.sleep(self._seconds * max(job.budget for job in jobs))
+            answers = self._models[quant].draft(jobs)
+            time.sleep(self._slowness[quant] * self._seconds * max(job.budget for job in jobs))
         return [block for block, _ in answers], tuple(probs for _, probs in answers)
 
-    def _answer(self, jobs: Sequence[DraftJob], _parts: wire.Parts) -> tuple[list[DraftBlock], wire.Parts]:
-        blocks, probs = self.draft(jobs)
+    def _answer(self, asked: tuple[str, Sequence[DraftJob]], _parts: wire.Parts) -> tuple[list[DraftBlock], wire.Parts]:
+        blocks, probs = self.draft(*asked)
         return blocks, (pickle.dumps(probs),)
+
+
+def _draft(other: float) -> ScriptedDraft:
+    return ScriptedDraft(mixed_table(TABLE, random_table(VOCAB, 2), other), VOCAB, max_context=CONTEXT)

@@ -104,7 +104,7 @@ def test_a_cancelled_job_is_not_sent_and_disturbs_no_other():
     assert sent == [1, 3]
 
 
-def test_a_job_that_wants_to_be_alone_shares_its_call_with_no_other():
+def test_jobs_of_different_groups_share_no_call_and_one_without_a_group_goes_alone():
     batches = []
 
     async def run(jobs):
@@ -113,8 +113,8 @@ def test_a_job_that_wants_to_be_alone_shares_its_call_with_no_other():
         return jobs
 
     async def scenario():
-        b = Batcher(run, isolate=lambda _: True, limit=10, alone=lambda job: job < 0)
-        await asyncio.gather(*(b.submit(job) for job in (1, 2, -3, -4, 5, 6)))
+        b = Batcher(run, isolate=lambda _: True, limit=2, group=lambda job: None if job < 0 else job % 2)
+        await asyncio.gather(*(b.submit(job) for job in (1, 2, -3, 5, 4, 7)))
 
     asyncio.run(scenario())
-    assert batches == [[1, 2], [-3], [-4], [5, 6]]
+    assert batches == [[1, 5], [2, 4], [-3], [7]]

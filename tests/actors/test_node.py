@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from duo_ray.actors import draft, target
 from duo_ray.actors.draft import DraftSettings
 from duo_ray.actors.target import TargetSettings
-from duo_ray.models.catalog import CatalogError
+from duo_ray.models.catalog import CatalogError, quant_of
 from tests.models.tiny_gguf import write_tiny_llama
 
 
@@ -26,14 +27,24 @@ def settings(kind, **given):
 
 
 def test_where_they_were_made_they_hold_as_they_are():
-    made = settings(DraftSettings, node="b", path="/cache/small.gguf", model="demo")
+    made = settings(DraftSettings, node="b", files=(("Q4_1", "/cache/small.gguf"),), model="demo")
     assert made.here() is made
 
 
 def test_elsewhere_a_draft_is_found_by_its_name_and_pinned_to_no_core(tmp_path):
     file = write_tiny_llama(tmp_path / "small.gguf")
-    here = settings(DraftSettings, node="a", path="/cache/of/node/a.gguf", model=str(file), quant="auto").here()
-    assert (here.path, here.cores) == (str(file), ())
+    made = settings(DraftSettings, node="a", files=(("F32", "/cache/of/node/a.gguf"),), model=str(file), quant=None)
+    assert (made.here().files, made.here().cores) == ((("F32", str(file)),), ())
+
+
+def test_elsewhere_each_quantisation_of_a_draft_is_found_or_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = write_tiny_llama(tmp_path / "small.gguf")
+    files = ((quant_of(file), "/cache/of/node/a.gguf"), ("Q8_0", "/cache/of/node/b.gguf"))
+    (_, finest), (_, made) = settings(DraftSettings, node="a", files=files, model=str(file), quant="auto").here().files
+    assert finest == str(file)
+    assert quant_of(Path(made)) == "Q8_0"
+    assert Path(made).is_relative_to(tmp_path / "cache")
 
 
 def test_elsewhere_a_target_is_found_by_its_name(tmp_path):
@@ -46,6 +57,6 @@ def test_elsewhere_a_target_is_found_by_its_name(tmp_path):
 
 
 def test_a_model_that_is_not_on_the_node_is_an_error_that_names_the_node(tmp_path):
-    made = settings(DraftSettings, node="a", model=str(tmp_path / "gone.gguf"), quant="auto")
+    made = settings(DraftSettings, node="a", files=(("Q4_1", "a.gguf"),), model=str(tmp_path / "gone.gguf"), quant=None)
     with pytest.raises(CatalogError, match=r"gone\.gguf: no such file .*on node 10\.0\.0\.2"):
         made.here()

@@ -165,6 +165,16 @@ def test_a_request_alone_is_planned_by_its_controller() -> None:
     assert plan == GammaController(Policy(), costs, Acceptance()).plan()
 
 
+def test_a_round_goes_by_the_draft_that_most_of_its_requests_use() -> None:
+    quick, slow = known_costs(12), known_costs(0.5)
+    budget = SharedBudget(Policy(), quick)
+    few = budget.plan([*seats(3, Policy(), slow), *seats(1, Policy(), quick)], rows=4)
+    assert budget.costs is slow
+    many = budget.plan([*seats(1, Policy(), slow), *seats(3, Policy(), quick)], rows=4)
+    assert budget.costs is quick
+    assert sum(plan.gamma for plan in few) < sum(plan.gamma for plan in many)
+
+
 def test_a_round_that_was_not_planned_here_teaches_nothing() -> None:
     policy, costs = Policy(), known_costs(7)
     budgets = [SharedBudget(policy, costs) for _ in range(2)]

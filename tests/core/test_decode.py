@@ -230,3 +230,11 @@ def test_judged_tokens_are_the_kept_ones_and_the_first_rejected_of_each_block():
     )
     assert 10 < kept == decoding_.stats.kept_tokens
     assert 3 < rejected == decoding_.stats.judged_tokens - kept
+
+
+def test_heads_are_judged_where_the_block_before_them_was_kept_and_counted_apart():
+    plan = Plan(0, 4, True, "test")
+    stats = run(GREEDY, plan, draft_table=mixed_table(TABLE, OTHER, 0.4), max_tokens=120)[0].stats
+    assert 0 < stats.won_heads < stats.judged_heads <= stats.target_steps
+    in_the_text = stats.accepted_tokens - stats.kept_tokens
+    assert stats.won_heads - 1 <= in_the_text <= stats.won_heads  # the last one may lie behind the end

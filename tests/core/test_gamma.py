@@ -442,6 +442,19 @@ def test_overhead_is_the_median_of_late() -> None:
     assert costs.overhead == 0.003
 
 
+def test_costs_of_another_draft_share_what_is_known_of_the_target() -> None:
+    costs = Costs()
+    other = costs.other_draft()
+    costs.observe_target(1, 0.1)
+    other.observe_target(8, 0.12)
+    other.observe_overhead(0.003)
+    for each, seconds in ((costs, 0.02), (other, 0.01)):
+        each.observe_draft(1, seconds)
+    assert costs.target_seconds(8) == other.target_seconds(8) == pytest.approx(0.12, rel=0.05)
+    assert costs.overhead == other.overhead == 0.003
+    assert (costs.draft_seconds(1), other.draft_seconds(1)) == pytest.approx((0.02, 0.01))
+
+
 def test_frozen_costs_ignore_observations_and_leave_the_original_alone() -> None:
     costs = calibrated(World())
     frozen = costs.frozen()

@@ -143,11 +143,13 @@ def test_wider_decodes_are_spread_over_the_draft_actors() -> None:
 
 
 def test_alone_a_block_may_take_half_as_long_again_as_it_should() -> None:
-    assert planner().patience(20, waited=0.5, rows=1) == pytest.approx(1.5 * 20 * costs().draft_seconds(1) - 0.5)
+    assert planner().patience(costs(), 20, waited=0.5, rows=1) == pytest.approx(
+        1.5 * 20 * costs().draft_seconds(1) - 0.5
+    )
 
 
 def test_alone_a_block_is_waited_for_as_long_as_a_plain_pass_would_take() -> None:
-    assert planner().patience(1, waited=100.0, rows=1) == costs().target_seconds(1)
+    assert planner().patience(costs(), 1, waited=100.0, rows=1) == costs().target_seconds(1)
 
 
 def test_with_others_the_rounds_whole_draft_call_counts() -> None:
@@ -155,11 +157,11 @@ def test_with_others_the_rounds_whole_draft_call_counts() -> None:
     requests = [Request(shares_budget=False, own=own) for own in (12, 3)]
     rounds.begin([*requests, Request(shares_budget=False, own=50, prefilling=True)], rows=3, now=0.0)
     call = draft_call_seconds(costs(), [(12, 0), (3, 0)], 1)
-    assert rounds.patience(3, waited=0.1, rows=3) == pytest.approx(1.5 * call - 0.1)
-    assert rounds.patience(3, waited=100.0, rows=3) == costs().target_seconds(1) / 4
+    assert rounds.patience(costs(), 3, waited=0.1, rows=3) == pytest.approx(1.5 * call - 0.1)
+    assert rounds.patience(costs(), 3, waited=100.0, rows=3) == costs().target_seconds(1) / 4
 
 
 def test_a_lead_is_waited_for_longer_when_nobody_else_waits() -> None:
     quick = RoundPlanner[Request](Policy(), Costs(), drafts=1, chunk=64)  # assumed costs: 50 ms and 10 ms
-    assert quick.lead_patience(2, rows=1) == 1.0
-    assert quick.lead_patience(2, rows=2) == quick.patience(2, waited=0.0, rows=2) < 1.0
+    assert quick.lead_patience(Costs(), 2, rows=1) == 1.0
+    assert quick.lead_patience(Costs(), 2, rows=2) == quick.patience(Costs(), 2, waited=0.0, rows=2) < 1.0

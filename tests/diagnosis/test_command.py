@@ -57,6 +57,7 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path):
         (["--draft", "none"], ["--draft"]),
         (["--html", "/nowhere/report.html"], ["--html", "/nowhere/report.html"]),
         (["--set", "hardware.machine=cluster"], ["hardware.machine"]),
+        (["--set", "models.draft.quant=auto"], ["models.draft.quant"]),
         (["--prompts", "/nowhere/prompts.jsonl"], ["/nowhere/prompts.jsonl"]),
         (["--temperature", "0"], ["--temperature"]),
     ],

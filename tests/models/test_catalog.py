@@ -21,6 +21,7 @@ from duo_ray.models import catalog
 from duo_ray.models.catalog import (
     CatalogError,
     context_length,
+    draft_quants,
     gguf_target,
     resolve_draft,
     resolve_gguf_target,
@@ -350,6 +351,22 @@ class TestDraft:
         assert made[0].parent == cache / "drafts"
         assert calls == [(finest, "Q2_K", 3)]
 
+    def test_auto_chooses_among_a_file_and_what_can_be_made_of_it(self, tmp_path: Path) -> None:
+        assert draft_quants(str(write_gguf(tmp_path / "a.gguf", file_type=1))) == ["F16", "Q8_0", "Q4_0"]
+
+    def test_auto_makes_nothing_finer_or_larger_than_what_there_is(self, tmp_path: Path) -> None:
+        source, coarse = write_tiny_llama(tmp_path / "a.gguf"), tmp_path / "a-Q4_0.gguf"
+        resolve_draft(str(source), "Q4_0").rename(coarse)
+        source.unlink()
+        assert draft_quants(str(tmp_path)) == ["Q4_0", "Q2_K"]
+
+    def test_auto_takes_the_files_there_are_the_finest_first(self, tmp_path: Path) -> None:
+        for length, quant in enumerate(("Q2_K", "Q4_0", "Q5_K_M", "Q8_0")):
+            write_gguf(tmp_path / f"a-{quant}.gguf", tensor="t" * (1 + 40 * length))
+        assert draft_quants(str(tmp_path)) == ["Q8_0", "Q5_K_M", "Q4_0"]
+        (tmp_path / "draft.json").write_text('{"file": "a-Q2_K.gguf"}')
+        assert draft_quants(str(tmp_path)) == ["Q2_K", "Q8_0", "Q5_K_M"]
+
     def test_safetensors_as_a_draft_say_how_to_make_a_gguf(self, tmp_path: Path) -> None:
         with pytest.raises(CatalogError, match=r"convert_hf_to_gguf\.py"):
             resolve_draft(str(write_safetensors(tmp_path / "model")))
@@ -464,3 +481,4 @@ class TestDemo:
     def test_the_draft_is_the_file_of_the_package(self) -> None:
         assert resolve_draft("demo").suffix == ".gguf"
         assert resolve_draft("demo", "Q4_1") == resolve_draft("demo")
+        assert draft_quants("demo") == ["Q4_1", "Q4_0", "Q2_K"]

@@ -17,11 +17,14 @@ from tests.models.tiny_gguf import write_tiny_llama
 
 RESOLVE = """
 import sys
-from duo_ray.models.catalog import resolve_draft, resolve_target
+from duo_ray.models.catalog import draft_quants, resolve_draft, resolve_target
 from duo_ray.types import DuoRayError
 kind, *arguments = sys.argv[1:]
 try:
-    print(resolve_target(*arguments).path if kind == "target" else resolve_draft(*arguments))
+    if kind == "auto":
+        print(*[resolve_draft(*arguments, quant) for quant in draft_quants(*arguments)])
+    else:
+        print(resolve_target(*arguments).path if kind == "target" else resolve_draft(*arguments))
 except DuoRayError as error:
     sys.exit(f"refused: {error}")
 """
@@ -99,6 +102,14 @@ def test_what_was_fetched_is_found_without_the_hub(start: Start) -> None:
 def test_a_draft_is_the_file_of_its_quantisation(hub: Hub, start: Start) -> None:
     assert path_of(start("draft", "org/draft-GGUF", "Q4_K_M")).name == "tiny-Q4_K_M.gguf"
     assert hub.transfers() == ["tiny-Q4_K_M.gguf"]
+
+
+def test_auto_fetches_one_file_and_makes_the_others_of_it(hub: Hub, start: Start) -> None:
+    paths, error = start("auto", "org/draft-GGUF").communicate()
+    fetched, *made = map(Path, paths.split())
+    assert fetched.name == "tiny-Q8_0.gguf", error
+    assert [path.suffixes[-2] for path in made] == [".Q4_0", ".Q2_K"]
+    assert hub.transfers() == ["tiny-Q8_0.gguf"]
 
 
 def test_a_quantisation_that_is_not_there_is_named(start: Start) -> None:
