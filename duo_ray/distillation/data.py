@@ -36,6 +36,7 @@ _TOKEN_BYTES = 4 + TOP * (4 + 2)
 _SHOWN = 10
 """Bad lines named one by one."""
 _HELD_OUT_EVERY = 10
+_MOST_HELD_OUT = 24
 _LEAST = 16
 """Answers that are written however long they take."""
 
@@ -93,9 +94,10 @@ class Questions:
 
     @property
     def held_out(self) -> frozenset[int]:
-        """Numbers of the prompts that nothing is trained on: every tenth, at least the last."""
+        """Numbers of the prompts that nothing is trained on: every tenth, `_MOST_HELD_OUT` at most, one at least."""
         count = len(self.prompts)
-        return frozenset(range(_HELD_OUT_EVERY - 1, count, _HELD_OUT_EVERY)) or frozenset({count - 1})
+        step = max(_HELD_OUT_EVERY, -(-count // _MOST_HELD_OUT))
+        return frozenset(range(step - 1, count, step)) or frozenset({count - 1})
 
     @property
     def digest(self) -> str:
@@ -104,10 +106,13 @@ class Questions:
     def shards(self, folder: Path) -> list[tuple[int, int, Path]]:
         """(sample, prompt, file) of all answers, in the order they are asked for; sample 0 is greedy.
 
-        Held-out prompts come first, and once sampled is enough for them.
+        One in ten is of a held-out prompt, while there are any: the time may end anywhere. Once sampled is enough for
+        them.
         """
-        held = self.held_out
-        order = sorted(range(len(self.prompts)), key=lambda number: (number not in held, number))
+        held, count, size = self.held_out, len(self.prompts), _HELD_OUT_EVERY - 1
+        first = sorted(held)
+        others = [number for number in range(count) if number not in held]
+        order = [number for i in range(count) for number in (*first[i : i + 1], *others[size * i : size * (i + 1)])]
         return [
             (sample, number, folder / f"{sample}-{number:06}.npz")
             for sample in range(self.samples + 1)

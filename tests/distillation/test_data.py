@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from duo_ray.config import load_config
-from duo_ray.distillation.data import TOP, Answer, Questions, read_questions
+from duo_ray.distillation.data import TOP, Answer, Questions, read_questions, write_answers
 from duo_ray.distillation.workspace import DistillationError
 from duo_ray.models.tokenizer import Tokenizer
-from duo_ray.types import Origin, Token, TokenLogprobs
+from duo_ray.types import Finished, FinishReason, Origin, Request, SamplingParams, Token, TokenLogprobs
 from tests.models.tokenizers import byte_level
 
 
@@ -46,11 +49,26 @@ def test_one_prompt_is_not_enough(tmp_path):
 
 
 @pytest.mark.parametrize(("count", "held_out"), [(2, {1}), (9, {8}), (10, {9}), (25, {9, 19})])
-def test_every_tenth_prompt_is_held_out_and_at_least_one(count, held_out):
+def test_every_tenth_prompt_is_held_out_and_one_at_least(count, held_out):
     assert Questions(tuple(map(str, range(count))), True, 8, 1).held_out == held_out
 
 
-def test_held_out_prompts_come_first_and_are_sampled_once(tmp_path):
+@pytest.mark.parametrize("count", [240, 300, 5000])
+def test_of_many_prompts_24_at_most_are_held_out(count):
+    held_out = Questions(tuple(map(str, range(count))), True, 8, 1).held_out
+    assert 20 <= len(held_out) <= 24
+    assert max(held_out) > 0.9 * count
+
+
+def test_wherever_the_time_ends_a_tenth_of_the_answers_is_to_held_out_prompts(tmp_path):
+    questions = Questions(tuple(map(str, range(1000))), True, 8, 1)
+    order = [number for sample, number, _ in questions.shards(tmp_path) if sample == 0]
+    assert sorted(order) == list(range(1000))
+    for count in (10, 50, 200):
+        assert len(questions.held_out.intersection(order[:count])) == count // 10
+
+
+def test_held_out_prompts_are_sampled_once(tmp_path):
     questions = Questions(tuple(map(str, range(12))), True, 8, 3)
     shards = questions.shards(tmp_path)
     assert [number for sample, number, _ in shards if sample == 0] == [9, *range(9), 10, 11]
@@ -87,3 +105,63 @@ def test_an_answer_is_read_as_it_was_written(tmp_path):
     assert found.top_ids.shape == (5, TOP)
     np.testing.assert_allclose(found.top_probs.astype(float), np.exp(logprobs), rtol=1e-3, atol=1e-7)
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
+
+
+class ScriptedDuo:
+    """A pipeline with 4 slots that answers with 3 tokens, but a prompt that says so for ever."""
+
+    prepared = SimpleNamespace(settings=SimpleNamespace(target=SimpleNamespace(slots=4)), config=load_config())
+
+    def __init__(self):
+        self.opened, self.closed = 0, 0
+
+    def request(self, prompt, **options):
+        request = Request(prompt, (1, 2), SamplingParams(temperature=options["temperature"]), options["max_tokens"])
+        return replace(request, reproducible=True)
+
+    def stream(self, request):
+        self.opened += 1
+        token = Token(5, "", Origin.PLAIN, 0, TokenLogprobs(-1.0, tuple((i, -4.0) for i in range(TOP))))
+        try:
+            yield from (token,) * 3
+            while request.request_id == "endless":
+                time.sleep(0.01)
+                yield token
+            yield Finished(FinishReason.LENGTH, 2, 3, {})
+        finally:
+            self.closed += 1
+
+
+def test_every_answer_becomes_a_shard_and_what_is_there_is_not_asked_for_again(tmp_path):
+    questions, duo = Questions(tuple(map(str, range(12))), True, 8, 1), ScriptedDuo()
+    (tmp_path / "0-000003.npz").touch()
+    shares = []
+    write_answers(duo, questions, tmp_path, until=lambda: False, progress=lambda _, share: shares.append(share))
+    assert duo.opened == duo.closed == 23
+    assert all(path.is_file() for _, _, path in questions.shards(tmp_path))
+    assert Answer.load(tmp_path / "1-000011.npz").answer.tolist() == [5, 5, 5]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_when_the_time_is_over_there_is_still_something_to_train_with(tmp_path):
+    questions, duo = Questions(tuple(map(str, range(40))), True, 8, 1), ScriptedDuo()
+    write_answers(duo, questions, tmp_path, until=lambda: True, progress=lambda *_: None)
+    assert 16 <= len(list(tmp_path.iterdir())) < 20  # 4 at once may see that 15 were begun
+    training, testing = questions.split(tmp_path)
+    assert len(testing) == 2
+    assert training
+
+
+def test_an_interruption_ends_the_answers_being_written_and_keeps_those_that_are(tmp_path):
+    questions, duo = Questions(("0", "endless", "also 0", "1"), True, 8, 1), ScriptedDuo()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_answers(duo, questions, tmp_path, until=lambda: False, progress=interrupt)
+    assert duo.opened == duo.closed
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written
+    assert written <= {path.name for _, number, path in questions.shards(tmp_path) if number != 1}
