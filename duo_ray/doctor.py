@@ -12,7 +12,7 @@ from rich.markup import escape
 from duo_ray.actors.launch import TAGS
 from duo_ray.actors.prepare import Prepared, Progress, prepare
 from duo_ray.config import Config
-from duo_ray.core.gamma import Costs
+from duo_ray.core.costs import Costs
 from duo_ray.core.precision import Estimate
 from duo_ray.hardware.cores import show_cores
 from duo_ray.hardware.load import sample_load

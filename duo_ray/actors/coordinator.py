@@ -18,7 +18,9 @@ from duo_ray.actors.peers import DraftPeer, ProbsHandle, TargetPeer
 from duo_ray.actors.rounds import Rounds
 from duo_ray.actors.run import Run
 from duo_ray.actors.target import TargetInfo
-from duo_ray.core.gamma import Acceptance, Costs, GammaController, Policy
+from duo_ray.core.acceptance import Acceptance
+from duo_ray.core.costs import Costs
+from duo_ray.core.gamma import GammaController, Policy
 from duo_ray.core.precision import Estimate, PrecisionChooser, Trial
 from duo_ray.core.round import RoundPlanner
 from duo_ray.core.stats import RequestStats

@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 
 from duo_ray.actors.models import Drafter, DraftLost, Judgement, ProbsLost, Target, TargetLost
 from duo_ray.actors.rounds import Rounds
-from duo_ray.core.gamma import Costs, Plan
+from duo_ray.core.costs import Costs
+from duo_ray.core.gamma import Plan
 from duo_ray.core.round import RoundPlanner
 from duo_ray.core.stats import StepTimes
 from duo_ray.core.step import Decoding

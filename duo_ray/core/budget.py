@@ -21,7 +21,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from duo_ray.core.gamma import PROBE, Array, Costs, GammaController, Plan, Policy, choices
+from duo_ray.core.costs import Array, Costs
+from duo_ray.core.gamma import PROBE, GammaController, Plan, Policy, choices
 
 _FINE = 8
 """Leads and gammas up to this are all tried, beyond it those about a quarter apart."""

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from duo_ray.core.gamma import Acceptance, Array, Costs, Policy, choices, tokens_per_second
+from duo_ray.core.acceptance import Acceptance
+from duo_ray.core.costs import Array, Costs
+from duo_ray.core.gamma import Policy, choices, tokens_per_second
 from duo_ray.core.stats import RequestStats
 
 _TIMING = 0.03

@@ -11,7 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from duo_ray.core.budget import SharedBudget, draft_call_seconds
-from duo_ray.core.gamma import Costs, Plan, Policy
+from duo_ray.core.costs import Costs
+from duo_ray.core.gamma import Plan, Policy
 from duo_ray.core.step import Decoding
 
 _LONGEST_PASS = 2.0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from duo_ray.core.gamma import Costs
+from duo_ray.core.costs import Costs
 from duo_ray.diagnosis.positions import Estimate
 from duo_ray.hardware.load import sample_load
 from duo_ray.models.vocabulary import VocabularyMatch
@@ -74,7 +74,7 @@ class Observed:
     greedy: Judged
     sampled: Judged
     costs: dict[str, Any]
-    """Measured seconds, as `core.gamma.Costs.as_dict` gives them."""
+    """Measured seconds, as `core.costs.Costs.as_dict` gives them."""
     match: VocabularyMatch
     idle_load: tuple[float, ...]
     """Busy share of each core while the pipeline had nothing to do."""

@@ -108,7 +108,7 @@ def look_ahead(
     """Simulate one pipeline.
 
     Args:
-        costs: measured seconds, as `core.gamma.Costs.as_dict` gives them. Passes wider than any measured one are taken
+        costs: measured seconds, as `core.costs.Costs.as_dict` gives them. Passes wider than any measured one are taken
             to grow as the widest measured ones do.
         acceptance: chance that the draft's best guess is the target's token.
         decided: see `planning.Text`.

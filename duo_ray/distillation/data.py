@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from duo_ray.config import Config
-from duo_ray.core.gamma import Costs
+from duo_ray.core.costs import Costs
 from duo_ray.distillation.workspace import DistillationError
 from duo_ray.equivalence import parse_prompt, read_lines
 from duo_ray.models.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from duo_ray.core.gamma import Costs
+from duo_ray.core.costs import Costs
 from duo_ray.distillation.data import Answer, Progress
 from duo_ray.distillation.gguf_file import write_gguf
 from duo_ray.distillation.workspace import Workspace, read_json, write_json

@@ -19,7 +19,7 @@ from duo_ray.models.catalog import cache_directory
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """`dtype` is the target's; `costs` is what `core.gamma.Costs.as_dict` gives."""
+    """`dtype` is the target's; `costs` is what `core.costs.Costs.as_dict` gives."""
 
     dtype: str
     costs: dict[str, Any]

@@ -21,7 +21,9 @@ from duo_ray.actors.batching import Batcher
 from duo_ray.actors.models import Judgement
 from duo_ray.actors.rounds import Rounds
 from duo_ray.actors.run import Run
-from duo_ray.core.gamma import LARGEST, Acceptance, Costs, GammaController, Plan, Policy
+from duo_ray.core.acceptance import Acceptance
+from duo_ray.core.costs import LARGEST, Costs
+from duo_ray.core.gamma import GammaController, Plan, Policy
 from duo_ray.core.round import RoundPlanner
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding

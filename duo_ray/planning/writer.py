@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from duo_ray.core.context import common_prefix
-from duo_ray.core.gamma import LARGEST
+from duo_ray.core.costs import LARGEST
 from duo_ray.core.sequences import open_heads, split
 from duo_ray.planning.scenario import Text
 from duo_ray.types import DraftJob, DraftSequence, Ids, Outcome

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import plan_check
 from benchmarks.measured import Turn
-from duo_ray.core.gamma import Costs
+from duo_ray.core.costs import Costs
 from duo_ray.planning import Text
 
 

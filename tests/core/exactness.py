@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
+from duo_ray.core.acceptance import Acceptance
 from duo_ray.core.decode import decode
-from duo_ray.core.gamma import Acceptance, GammaController, Plan
+from duo_ray.core.gamma import GammaController, Plan
 from duo_ray.core.sampling import distribution, penalise
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from duo_ray.core.acceptance import Acceptance
 from duo_ray.core.budget import Seat, SharedBudget
-from duo_ray.core.gamma import PROBE, Acceptance, Costs, GammaController, Plan, Policy
+from duo_ray.core.costs import Costs
+from duo_ray.core.gamma import PROBE, GammaController, Plan, Policy
 
 PLAIN = Plan(0, 0, False, "plain")
 
@@ -67,6 +69,25 @@ class World:
             return 0.0
         decodes = self.tail(gamma) + 1
         return decodes * self.draft(gamma / decodes)
+
+
+def calibrated(world: World) -> Costs:
+    """Costs that were measured once."""
+    costs = Costs()
+    for tokens in (1, 8):
+        costs.observe_target(tokens, world.target(tokens))
+    costs.observe_draft(1, world.draft(1))
+    costs.observe_overhead(world.overhead)
+    return costs
+
+
+def known(token: float, head: float, trials: int = 100) -> Acceptance:
+    """Acceptance after so many observations of these chances."""
+    acceptance = Acceptance()
+    for i in range(trials):
+        hit = int(token * (i + 1)) - int(token * i)
+        acceptance.observe(1, hit, int(head * (i + 1)) > int(head * i))
+    return acceptance
 
 
 def rate(world: World, plan: Plan) -> float:

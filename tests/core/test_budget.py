@@ -8,8 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from duo_ray.core.acceptance import Acceptance
 from duo_ray.core.budget import Seat, SharedBudget, shared_rates
-from duo_ray.core.gamma import Acceptance, Costs, GammaController, Policy, tokens_per_second
+from duo_ray.core.costs import Costs
+from duo_ray.core.gamma import GammaController, Policy, tokens_per_second
 from tests.core.loop_simulation import Crowd, World, crowd_rate
 
 RATIOS = (2.0, 7.0, 12.0, 40.0)

@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 
+from duo_ray.core.acceptance import Acceptance
+from duo_ray.core.costs import Costs
 from duo_ray.core.decode import decode
-from duo_ray.core.gamma import Acceptance, Costs, GammaController, Plan, Policy
+from duo_ray.core.gamma import GammaController, Plan, Policy
 from duo_ray.core.sampling import most_probable
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding

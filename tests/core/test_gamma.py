@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
-import math
 from functools import cache
 
 import numpy as np
 import pytest
 
-from duo_ray.core.gamma import Acceptance, Costs, GammaController, Plan, Policy, tokens_per_second
-from tests.core.loop_simulation import Loop, Step, World, best_plan, earned, plain_rate, rate
+from duo_ray.core.acceptance import Acceptance
+from duo_ray.core.costs import Costs
+from duo_ray.core.gamma import GammaController, Plan, Policy, tokens_per_second
+from tests.core.loop_simulation import Loop, Step, World, best_plan, calibrated, earned, known, plain_rate, rate
 
 RATIOS = (2.0, 3.5, 7.0, 12.0, 24.0, 40.0)
 ACCEPTANCES = (0.05, 0.3, 0.5, 0.65, 0.8, 0.9, 0.97, 1.0)
-
-
-def calibrated(world: World) -> Costs:
-    costs = Costs()
-    for tokens in (1, 8):
-        costs.observe_target(tokens, world.target(tokens))
-    costs.observe_draft(1, world.draft(1))
-    costs.observe_overhead(world.overhead)
-    return costs
-
-
-def known(token: float, head: float, trials: int = 100) -> Acceptance:
-    acceptance = Acceptance()
-    for i in range(trials):
-        hit = int(token * (i + 1)) - int(token * i)
-        acceptance.observe(1, hit, int(head * (i + 1)) > int(head * i))
-    return acceptance
 
 
 def start(world: World, seed: int, policy: Policy | None = None) -> tuple[Loop, GammaController, Costs]:
@@ -367,170 +350,3 @@ def test_a_request_does_not_see_what_others_learn_meanwhile() -> None:
 def test_a_policy_out_of_range_is_refused_by_name(setting: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{setting}={value}"):
         Policy(**{setting: value})  # type: ignore[arg-type]
-
-
-# --- costs
-
-
-def test_a_concave_curve_is_learned_and_interpolated() -> None:
-    costs = Costs()
-    for _ in range(10):
-        for tokens, seconds in ((1, 0.081), (8, 0.168), (32, 0.2)):
-            costs.observe_target(tokens, seconds)
-    assert [costs.target_seconds(n) for n in (1, 8, 32)] == pytest.approx([0.081, 0.168, 0.2], rel=0.03)
-    assert 0.168 < costs.target_seconds(16) < 0.2
-
-
-def test_a_longer_pass_never_looks_cheaper() -> None:
-    costs = Costs()
-    for _ in range(20):
-        costs.observe_target(1, 0.1)
-        costs.observe_target(2, 0.09)
-    assert costs.target_seconds(2) >= costs.target_seconds(1)
-
-
-def test_one_pass_moves_the_whole_curve() -> None:
-    costs = calibrated(World())
-    for _ in range(5):
-        costs.observe_target(8, 3 * World().target(8))
-    assert costs.target_seconds(1) == pytest.approx(3.0, rel=0.15)
-
-
-def test_two_paused_passes_change_nothing() -> None:
-    costs = calibrated(World())
-    before = costs.target_seconds(1)
-    costs.observe_target(1, 50.0)
-    costs.observe_target(1, 50.0)
-    assert costs.target_seconds(1) == before
-
-
-def test_a_draft_that_got_faster_is_believed_at_once() -> None:
-    costs = calibrated(World(ratio=1))
-    costs.observe_draft(1, 0.1)
-    assert costs.draft_seconds(1) == pytest.approx(0.1, rel=0.1)
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
-def test_impossible_times_are_not_learned_from(seconds: float) -> None:
-    costs = calibrated(World())
-    before = costs.as_dict()
-    costs.observe_target(1, seconds)
-    costs.observe_draft(1, seconds)
-    assert costs.as_dict() == before
-
-
-def test_passes_wider_than_the_curve_are_not_learned_from() -> None:
-    costs = calibrated(World())
-    before = costs.as_dict()
-    costs.observe_target(1025, 9.0)
-    assert costs.as_dict() == before
-
-
-def test_a_pass_of_many_requests_is_learned_and_interpolated() -> None:
-    costs = calibrated(World())
-    for _ in range(20):
-        costs.observe_target(200, 5.0)
-        costs.observe_target(300, 7.0)
-    assert costs.target_seconds(200) == pytest.approx(5.0, rel=0.1)
-    assert 5.0 < costs.target_seconds(250) < 7.0
-
-
-def test_overhead_is_the_median_of_late() -> None:
-    costs = Costs()
-    for seconds in (0.002, 0.003, 9.0, -0.1, 0.004, math.nan):
-        costs.observe_overhead(seconds)
-    assert costs.overhead == 0.003
-
-
-def test_costs_of_another_draft_share_what_is_known_of_the_target() -> None:
-    costs = Costs()
-    other = costs.other_draft()
-    costs.observe_target(1, 0.1)
-    other.observe_target(8, 0.12)
-    other.observe_overhead(0.003)
-    for each, seconds in ((costs, 0.02), (other, 0.01)):
-        each.observe_draft(1, seconds)
-    assert costs.target_seconds(8) == other.target_seconds(8) == pytest.approx(0.12, rel=0.05)
-    assert costs.overhead == other.overhead == 0.003
-    assert (costs.draft_seconds(1), other.draft_seconds(1)) == pytest.approx((0.02, 0.01))
-
-
-def test_frozen_costs_ignore_observations_and_leave_the_original_alone() -> None:
-    costs = calibrated(World())
-    frozen = costs.frozen()
-    before = frozen.as_dict()
-    for each in (frozen, costs):
-        each.observe_target(1, 1.3)
-        each.observe_draft(1, 0.2)
-        each.observe_overhead(0.5)
-    assert frozen.as_dict() == before
-    assert costs.as_dict() != before
-
-
-def test_a_calibration_survives_json() -> None:
-    costs = Costs()
-    for _ in range(10):
-        for tokens, seconds in ((1, 0.081), (8, 0.168), (32, 0.2)):
-            costs.observe_target(tokens, seconds)
-        for width, seconds in ((1, 0.025), (4, 0.055)):
-            costs.observe_draft(width, seconds)
-        costs.observe_overhead(0.003)
-    again = Costs.from_dict(json.loads(json.dumps(costs.as_dict())))
-    assert again.overhead == costs.overhead
-    for n in (1, 8, 32):
-        assert again.target_seconds(n) == pytest.approx(costs.target_seconds(n), rel=0.05)
-    for width in (1, 4):
-        assert again.draft_seconds(width) == pytest.approx(costs.draft_seconds(width), rel=0.05)
-
-
-@pytest.mark.parametrize(
-    "stored", [{}, {"target": 3, "draft": {}, "overhead": 0}, {"target": {"x": 1}, "draft": {}, "overhead": 0}]
-)
-def test_an_unreadable_calibration_says_what_to_do(stored: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="delete it to measure anew"):
-        Costs.from_dict(stored)
-
-
-# --- acceptance
-
-
-def test_acceptance_is_optimistic_until_told_otherwise() -> None:
-    acceptance = Acceptance()
-    assert not acceptance.known
-    assert (acceptance.token, acceptance.head) == pytest.approx((0.8, 0.7))
-    acceptance.observe(0, 0, None)
-    assert not acceptance.known
-
-
-@pytest.mark.parametrize(("before", "after"), [(1.0, 0.3), (0.3, 1.0), (0.9, 0.0)])
-def test_acceptance_follows_a_sudden_change(before: float, after: float) -> None:
-    acceptance = known(before, before)
-    for i in range(20):
-        hit = int(after * (i + 1)) > int(after * i)
-        acceptance.observe(1, int(hit), hit)
-    assert acceptance.token == pytest.approx(after, abs=0.15)
-    assert acceptance.head == pytest.approx(after, abs=0.15)
-
-
-def test_a_copy_of_acceptance_lives_its_own_life() -> None:
-    acceptance = known(0.5, 0.5)
-    twin = acceptance.copy()
-    assert (twin.token, twin.head) == (acceptance.token, acceptance.head)
-    twin.observe(5, 0, False)
-    assert twin.token < acceptance.token
-    assert twin.head < acceptance.head
-
-
-@pytest.mark.parametrize("truth", [0.75, 0.9, 0.97])
-def test_the_sharpness_settles_where_predicted_chances_meet_the_bets_won(truth: float) -> None:
-    """Heads given 0.4 or 0.7 by the draft at temperature 1, of two candidates, win a fixed share of their bets."""
-    acceptance = Acceptance()
-    rng = np.random.default_rng(0)
-    predicted = []
-    for step in range(600):
-        weight = (0.55, 0.75)[step % 2]
-        raised = np.array([weight, 1.0 - weight]) ** (1.0 / acceptance.sharpness)
-        chance = float(raised[0] / raised.sum())
-        predicted.append(chance)
-        acceptance.calibrate(chance, won=bool(rng.random() < truth))
-    assert np.mean(predicted[300:]) == pytest.approx(truth, abs=0.05)

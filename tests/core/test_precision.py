@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from duo_ray.core.gamma import Costs, Policy
+from duo_ray.core.costs import Costs
+from duo_ray.core.gamma import Policy
 from duo_ray.core.precision import PrecisionChooser, Trial, best_rate
 
 T_TARGET = 0.1

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from duo_ray.core.acceptance import Acceptance
 from duo_ray.core.budget import Seat, draft_call_seconds
-from duo_ray.core.gamma import Acceptance, Costs, GammaController, Plan, Policy
+from duo_ray.core.costs import Costs
+from duo_ray.core.gamma import GammaController, Plan, Policy
 from duo_ray.core.round import RoundPlanner, prefill_chunk
 
 T_TARGET, T_DRAFT = 1.0, 0.1

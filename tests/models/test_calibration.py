@@ -2,7 +2,7 @@
 
 import pytest
 
-from duo_ray.core.gamma import Costs
+from duo_ray.core.costs import Costs
 from duo_ray.models.calibration import Calibration, calibration_file, read_calibration, write_calibration
 
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from duo_ray.cli import app
-from duo_ray.core.gamma import Costs
+from duo_ray.core.costs import Costs
 from duo_ray.planning.inputs import read_curve, read_seconds
 from duo_ray.types import DuoRayError
 

@@ -1,0 +1,226 @@
+"""What target and draft passes cost: curves over their width, learned from whatever passes occur.
+
+Nothing here draws random numbers or reads a clock: the same observations give the same estimates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from duo_ray.types import DraftBlock
+
+Array = NDArray[np.float64]
+
+LARGEST = 64
+"""No more than this many tokens are ever planned for one block or one lead."""
+
+_WIDE = 8
+"""Ids read by one draft call from which on its time tells something of decodes of many sequences."""
+
+_WIDEST = 1024
+"""Passes of many requests: the widest whose time is estimated."""
+
+_NOISE = 0.1**2
+"""Variance of one measured log-seconds."""
+_LEVEL = 0.3**2
+"""Variance, in log-seconds, of the whole curve: another load on the machine, a longer context."""
+_SHAPE = 0.2**2
+"""Variance of the curve's shape, per doubling of the width."""
+_FORGET = 0.005
+"""Share of what was known that one more observation makes doubtful again."""
+_DRIFT = 0.03**2
+"""Variance the level gains with every observation besides: it moves sooner than the shape."""
+
+
+class _Curve:
+    """Seconds of one pass as a function of its width, learned from noisy passes of whatever widths occur.
+
+    A Kalman filter over log-seconds at widths that lie close together up to `dense` and 15% apart from there to
+    `_WIDEST`; in between it is interpolated. Prior mean: a line, 1 + slope (n - 1). Prior covariance: a
+    common level, plus a Brownian motion in log2(n). So a pass of one width moves the estimate of all (the machine got
+    slower), its own and its neighbours' the most (the curve is concave there), and a width not seen lately follows the
+    others.
+
+    A pause of the process only ever makes a pass slower. So a value far above the estimate is set aside; the third in a
+    row is believed, at once and for all widths. A value far below is believed immediately.
+    """
+
+    def __init__(self, dense: int, slope: float) -> None:
+        steps = math.ceil(math.log(_WIDEST / dense, 1.15))
+        widths = np.concatenate([np.arange(1.0, dense), np.geomspace(dense, _WIDEST, steps + 1)])
+        doublings = np.log2(widths)
+        self._mean = np.log1p(slope * (widths - 1))
+        self._prior = _LEVEL + _SHAPE * np.minimum(doublings[:, None], doublings[None, :])
+        self._covariance = self._prior
+        self._slow_in_a_row = 0
+        self._widths = widths
+        self.seen: tuple[int, ...] = ()
+
+    def observe(self, width: int, seconds: float) -> None:
+        # Spans come from a wall clock, which may be set back.
+        if not (0.0 < seconds < math.inf and 1 <= width <= _WIDEST):
+            return
+        above = int(np.searchsorted(self._widths, width))
+        below = max(0, above - 1)
+        share = (self._widths[above] - width) / (self._widths[above] - self._widths[below]) if above else 0.0
+        if not self.seen:
+            self._mean = self._mean + math.log(seconds) - self._between(self._mean, below, above, share)
+        surprise = math.log(seconds) - float(self._between(self._mean, below, above, share))
+        # Level and shape have drifted since: less is known than before.
+        covariance = (1.0 - _FORGET) * self._covariance + (_FORGET * self._prior + _DRIFT)
+        row = self._between(covariance, below, above, share)
+        variance = float(self._between(row, below, above, share))
+        if abs(surprise) > max(math.log(1.5), 3.0 * math.sqrt(variance + _NOISE)):
+            self._slow_in_a_row += surprise > 0.0
+            if surprise > 0.0 and self._slow_in_a_row < 3:
+                return
+            covariance = self._prior + 1.0
+            row = self._between(covariance, below, above, share)
+            variance = float(self._between(row, below, above, share))
+        self._slow_in_a_row = 0
+        gain = row / (variance + _NOISE)
+        self._mean = self._mean + gain * surprise
+        self._covariance = covariance - np.outer(gain, row)
+        if width not in self.seen:
+            self.seen = (*self.seen, width)
+
+    @staticmethod
+    def _between(values: Array, below: int, above: int, share: float) -> Array:
+        """`values` along their first axis at a width between two, `share` of the way back from the one above."""
+        return np.asarray(values[above] if share == 0.0 else share * values[below] + (1.0 - share) * values[above])
+
+    def seconds(self, widths: Array | float) -> Array:
+        """Estimates at fractional `widths` of any shape, never falling, constant beyond the largest."""
+        return np.asarray(np.interp(widths, self._widths, np.maximum.accumulate(np.exp(self._mean))))
+
+    def copy(self) -> _Curve:
+        twin = _Curve.__new__(_Curve)
+        twin.__dict__.update(self.__dict__)  # no attribute is ever changed in place
+        return twin
+
+
+class Costs:
+    """Measured seconds, shared by all requests of a pipeline. Recent values weigh more; outliers are damped.
+
+    Until something was measured, the target is taken for 5 times as slow as the draft.
+    """
+
+    _ASSUMED_TARGET = 0.05
+    _ASSUMED_RATIO = 5.0
+
+    def __init__(self) -> None:
+        self._target = _Curve(dense=LARGEST + 1, slope=0.015)
+        self._draft = _Curve(dense=LARGEST // 2, slope=0.3)
+        self._overheads: deque[float] = deque(maxlen=15)
+        self._is_frozen = False
+
+    def observe_target(self, tokens: int, seconds: float) -> None:
+        """One target pass over `tokens` new tokens; more than 1024 teach nothing."""
+        if not self._is_frozen:
+            self._target.observe(tokens, seconds)
+
+    def observe_draft(self, width: int, seconds: float) -> None:
+        """One draft decode that advanced `width` sequences by one token; more than 1024 teach nothing."""
+        if not self._is_frozen:
+            self._draft.observe(width, seconds)
+
+    def observe_call(self, blocks: Sequence[DraftBlock]) -> None:
+        """The decodes of one draft call, which these blocks took part in."""
+        longest = max(blocks, key=lambda block: len(block.token_seconds))
+        for width, seconds in longest.token_seconds:
+            self.observe_draft(width, seconds)
+        # Ids of one text are read about as fast as ids of many are advanced.
+        read = sum(block.prompt_tokens for block in blocks)
+        if read >= _WIDE:
+            self.observe_draft(read, longest.prompt_seconds)
+
+    def observe_overhead(self, seconds: float) -> None:
+        """Wall time of a step minus max(T_target, draft time); below zero counts as zero."""
+        if not self._is_frozen and math.isfinite(seconds):
+            self._overheads.append(max(0.0, seconds))
+
+    def target_seconds(self, tokens: float) -> float:
+        """Estimate of T_target(tokens)."""
+        return float(self.target_curve(tokens))
+
+    def draft_seconds(self, width: float) -> float:
+        """Estimate for one draft decode of `width` sequences."""
+        return float(self.draft_curve(width))
+
+    @property
+    def overhead(self) -> float:
+        """Median of the last round overheads, seconds."""
+        return float(median(self._overheads)) if self._overheads else 0.0
+
+    def target_curve(self, tokens: Array | float) -> Array:
+        """`target_seconds` for an array of token counts, fractions allowed."""
+        curve = self._target.seconds(tokens)
+        if self._target.seen:
+            return curve
+        known = self._ASSUMED_RATIO * self._draft.seconds(1.0) if self._draft.seen else self._ASSUMED_TARGET
+        return np.asarray(curve * known)
+
+    def draft_curve(self, width: Array | float) -> Array:
+        """`draft_seconds` for an array of widths, fractions allowed."""
+        curve = self._draft.seconds(width)
+        if self._draft.seen:
+            return curve
+        known = self._target.seconds(1.0) if self._target.seen else self._ASSUMED_TARGET
+        return np.asarray(curve * known / self._ASSUMED_RATIO)
+
+    def other_draft(self) -> Costs:
+        """Costs of another draft beside the same target: what either learns of the target and overhead, both know."""
+        twin = Costs()
+        twin._target, twin._overheads = self._target, self._overheads
+        return twin
+
+    def frozen(self) -> Costs:
+        """A copy that ignores further observations: the schedule of a reproducible request rests on it."""
+        twin = Costs()
+        twin._target, twin._draft = self._target.copy(), self._draft.copy()
+        twin._overheads = self._overheads.copy()
+        twin._is_frozen = True
+        return twin
+
+    def as_dict(self) -> dict[str, Any]:
+        """Estimates at powers of two among the widths seen and at the widest, for JSON.
+
+        {"target": {"1": s, ...}, "draft": {...}, "overhead": s}
+        """
+        return {
+            "target": {str(n): self.target_seconds(n) for n in _telling(self._target.seen)},
+            "draft": {str(n): self.draft_seconds(n) for n in _telling(self._draft.seen)},
+            "overhead": self.overhead,
+        }
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Costs:
+        """What `as_dict` gave, taken as measured once.
+
+        Raises:
+            ValueError: the stored calibration is not what `as_dict` writes.
+        """
+        costs = cls()
+        try:
+            for tokens, seconds in stored["target"].items():
+                costs.observe_target(int(tokens), float(seconds))
+            for width, seconds in stored["draft"].items():
+                costs.observe_draft(int(width), float(seconds))
+            costs.observe_overhead(float(stored["overhead"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"stored calibration {stored!r} cannot be read ({error!r}): delete it to measure anew"
+            ) from error
+        return costs
+
+
+def _telling(widths: Sequence[int]) -> list[int]:
+    """Of all these widths, as many as a curve needs."""
+    return sorted(n for n in widths if n & (n - 1) == 0 or n == max(widths))
