@@ -30,7 +30,7 @@ from duo_ray.models.catalog import (
     resolve_target,
 )
 from duo_ray.models.gguf_header import read_gguf
-from duo_ray.models.memory import ModelMemory, check_memory, directory_memory, gguf_memory
+from duo_ray.models.memory import NEVER_REPACKED, ModelMemory, check_memory, directory_memory, gguf_memory
 from duo_ray.models.precision import fastest_dtype
 from duo_ray.models.tokenizer import Tokenizer
 
@@ -233,7 +233,7 @@ def _on_host(memory: Mapping[str, ModelMemory], settings: PipelineSettings) -> d
     on_host = {name: size for name, size in memory.items() if name != "target" or target.device == "cpu"}
     mapped = {target.path}
     for i, draft in enumerate(settings.drafts):
-        paths = {path for _, path in draft.files}
+        paths = {path for _, path in draft.files if read_gguf(Path(path)).quant in NEVER_REPACKED}
         size = memory[f"draft {i}"]
         shared = sum(_draft_memory(draft, path).weights for path in paths & mapped)
         on_host[f"draft {i}"] = replace(size, weights=size.weights - shared)

@@ -18,6 +18,8 @@ _KV_BYTES = 2
 """llama.cpp's caches are float16."""
 _BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "Q3_K_M": 3.9, "Q2_K": 3.4}
 """Bits of a weight in llama.cpp's usual quantisations, best first."""
+NEVER_REPACKED = frozenset({"F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1"})
+"""Quantisations that llama.cpp has no layout for but the file's own: processes share its mapped pages."""
 _FEWEST_TOKENS = 256
 """A smaller context is not proposed."""
 
