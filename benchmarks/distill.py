@@ -143,7 +143,7 @@ def main() -> None:
     acceptance, times, gains = (results[name] for name in ("expected_acceptance", "t_draft", "speedup"))
     before, after = acceptance["before"], acceptance["after"]
     for name in ("acceptance", "greedy"):
-        print(f"{name}: {before[name]:.3f} before, {after[name]:.3f} after ({after[name] / before[name]:.1f} times)")
+        print(f"{name}: {before[name]:.3f} before, {after[name]:.3f} after")
     own, demo = times["after"], times["demo Q4_1"]
     print(f"T_draft: {1000 * own:.1f} ms, {own / demo:.2f} of the Q4_1 draft's {1000 * demo:.1f}")
     for name, gain in gains.items():
