@@ -74,7 +74,15 @@ class Plan:
 
 
 def tokens_per_second(
-    leads: Array, gammas: Array, costs: Costs, *, token: float, head: float, share: float = 1.0, speed: float = 1.0
+    leads: Array,
+    gammas: Array,
+    costs: Costs,
+    *,
+    token: float,
+    head: float,
+    share: float = 1.0,
+    speed: float = 1.0,
+    reading: float = 1.0,
 ) -> Array:
     """Expected committed tokens per second of every (lead, gamma) kept up for ever: `[len(leads), len(gammas)]`.
 
@@ -95,6 +103,8 @@ def tokens_per_second(
         share: how much of gamma the best sequence of a block gets, its head included: m = share gamma - 1, written in
             m + 1 decodes that advance gamma / (m + 1) sequences on average. One sequence: share 1, D(gamma) = gamma d.
         speed: multiplies the draft's speed (`Policy.gamma_scale`).
+        reading: ids the first decode of a block or lead reads: more than one where a token of the target is several of
+            the draft's. They take about what a decode of as many sequences does.
     """
     a = min(max(token, 1e-6), 1.0 - 1e-9)
 
@@ -103,8 +113,9 @@ def tokens_per_second(
 
     tails = np.maximum(share * gammas - 1.0, 0.0)
     decodes = np.minimum(tails + 1.0, gammas)
-    drafting = decodes * costs.draft_curve(gammas / np.maximum(decodes, 1.0)) / speed
-    lead_seconds = leads * (costs.draft_seconds(1) / speed)
+    more_to_read = (costs.draft_seconds(max(1.0, reading)) - costs.draft_seconds(1)) / speed
+    drafting = decodes * costs.draft_curve(gammas / np.maximum(decodes, 1.0)) / speed + more_to_read * (gammas > 0)
+    lead_seconds = leads * (costs.draft_seconds(1) / speed) + more_to_read * (leads > 0)
     empty_seconds = (lead_seconds + costs.overhead)[:, None] + np.maximum(
         costs.target_curve(leads + 1.0)[:, None], drafting[None, :]
     )
@@ -144,6 +155,7 @@ class GammaController:
         self._choice: tuple[int, int] | None = None
         self.share = 1.0
         """How much of a block's budget its best sequence has been getting."""
+        self._reading = 1.0
         self._plain = False
         self._savings = 0.0
         self._gap = self._wait = 1
@@ -161,6 +173,10 @@ class GammaController:
             self._gap = self._wait = 1
             return Plan(lead, gamma, gamma > 0, "fixed" if self._allowed.sum() == 1 else "auto")
         return self._probe() or Plan(0, 0, False, f"plain: drafting {gain:.2f}x of plain decoding")
+
+    def observe_reading(self, read: int, behind: int) -> None:
+        """The draft read `read` ids of its own for `behind` ids of the target's."""
+        self._reading += 0.3 * (max(1.0, read / max(1, behind)) - self._reading)
 
     def calibrate(self, chance: float, *, won: bool) -> None:
         """See `Acceptance.calibrate`; learned for this request and for those after it."""
@@ -216,8 +232,9 @@ class GammaController:
     def _rates(self, leads: Array, gammas: Array, speed: float) -> Array:
         chances = self.acceptance
         return tokens_per_second(
-            leads, gammas, self.costs, token=chances.token, head=chances.head, share=self.share, speed=speed
-        )
+            leads, gammas, self.costs, token=chances.token, head=chances.head, share=self.share, speed=speed,
+            reading=self._reading,
+        )  # fmt: skip
 
     def _probe(self) -> Plan | None:
         """A small block, if one is due and paid for; with a fast draft a lead of one token too, if paid for."""

@@ -369,6 +369,8 @@ class Decoding(Generic[Probs]):
         sent, self._sent = self._sent, None
         if self._draft_agreed == 0 and not self.stats.draft_tokens:
             self.stats.draft_cached_tokens = min(block.length - block.prompt_tokens, self.stats.prompt_tokens)
+        if self._draft_holds:  # not the prompt, of which a part may be cached
+            self.controller.observe_reading(block.prompt_tokens, sent.base - self._draft_holds)
         self._draft_agreed = sent.base
         if sent.gamma:
             self.stats.drafted(block)

@@ -43,6 +43,9 @@ class Fixed(GammaController):
     def calibrate(self, chance, *, won):
         pass
 
+    def observe_reading(self, read, behind):
+        pass
+
     def width_cost(self, gamma):
         return 0.5
 

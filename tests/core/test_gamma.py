@@ -350,3 +350,29 @@ def test_a_request_does_not_see_what_others_learn_meanwhile() -> None:
 def test_a_policy_out_of_range_is_refused_by_name(setting: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{setting}={value}"):
         Policy(**{setting: value})  # type: ignore[arg-type]
+
+
+def test_a_draft_that_reads_several_ids_for_each_token_is_given_up_when_nothing_is_accepted() -> None:
+    """Writing alone would fit beside the target's pass and cost nothing; reading and writing do not."""
+    world = World(ratio=3.5)
+    costs = calibrated(world)
+    for width in (2, 4, 8):
+        costs.observe_draft(width, world.draft(1) * width * 0.6)
+    controllers = [GammaController(Policy(lead=0), costs, Acceptance()) for _ in range(2)]
+    for controller, ids in zip(controllers, (1, 5), strict=True):
+        for _ in range(10):
+            controller.observe_reading(ids, 1)
+            controller.observe(proposed=0, accepted=0, bet_won=False, gamma=3, best_tail=2)
+    cheap, dear = (controller.plan() for controller in controllers)
+    assert cheap.reason == "auto"
+    assert dear.reason.startswith("plain") or dear.reason == "probe"
+
+
+def test_what_a_draft_reads_after_plain_steps_counts_for_each_of_them() -> None:
+    costs = calibrated(World(ratio=3.5))
+    controllers = [GammaController(Policy(), costs, Acceptance()) for _ in range(2)]
+    for controller, read, behind in zip(controllers, (1, 20), (1, 20), strict=True):
+        for _ in range(6):
+            controller.observe_reading(read, behind)
+            controller.observe(proposed=2, accepted=2, bet_won=True, gamma=3, best_tail=2)
+    assert controllers[0].plan() == controllers[1].plan()
