@@ -9,6 +9,7 @@ import weakref
 from typing import Any
 
 import ray
+import ray.util.client
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
@@ -69,10 +70,16 @@ class Router(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         asked = pending_request.metadata
         if asked.call_method in ANSWERS and asked.is_streaming and asked._by_reference:  # over gRPC it ends by itself
             items = result.to_object_ref_gen()
-            dropped = weakref.finalize(items, _cancel, items.completed())
+            dropped = weakref.finalize(items, _cancel, items.completed(), self._caller)
             dropped.atexit = False  # the process' end is seen by the replica
 
 
-def _cancel(end: ray.ObjectRef) -> None:
-    if ray.is_initialized():  # of no effect on a stream that has ended
-        ray.cancel(end)
+def _cancel(end: ray.ObjectRef, caller: tuple[str, str]) -> None:
+    """End a stream that was begun by `caller`; of no effect on one that has ended.
+
+    A program may have left its cluster since, or come back over Ray Client: its streams went with the connection.
+    """
+    if ray.is_initialized() and not ray.util.client.ray.is_connected():
+        context = ray.get_runtime_context()
+        if (context.get_worker_id(), context.get_node_id()) == caller:
+            ray.cancel(end)

@@ -11,6 +11,7 @@ import ray
 
 from duo_ray.actors.coordinator import Coordinator, CoordinatorSettings
 from duo_ray.core.gamma import Policy
+from duo_ray.metrics import prometheus
 from duo_ray.types import Finished, InvalidRequest, Request, SamplingParams
 from tests.actors.scripted_actors import ScriptedDraftActor, ScriptedTargetActor
 
@@ -73,7 +74,9 @@ def test_what_requests_show_moves_the_estimates_and_is_counted(start):
     before, stats, after, meter = start(scenario, {"Q8_0": (1.0, 0.1), "Q4_0": (1.0, 0.3)})
     assert {each["draft_quant"] for each in stats} == {"Q4_0"}
     assert before != after
-    assert b'duo_ray_draft_quant_requests_total{model_name="",quant="Q4_0",replica=""} 3.0' in meter.prometheus()
+    assert b'duo_ray_draft_quant_requests_total{model_name="",quant="Q4_0",replica=""} 3.0' in prometheus(
+        [meter.figures()]
+    )
 
 
 def test_requests_with_different_ones_share_rounds(start):
