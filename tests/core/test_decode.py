@@ -1,6 +1,7 @@
 """The synchronous loop: greedy output equals the target's own for every schedule; cases 9, 11 and 12."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -240,3 +241,21 @@ def test_heads_are_judged_where_the_block_before_them_was_kept_and_counted_apart
     assert 0 < stats.won_heads < stats.judged_heads <= stats.target_steps
     in_the_text = stats.accepted_tokens - stats.kept_tokens
     assert stats.won_heads - 1 <= in_the_text <= stats.won_heads  # the last one may lie behind the end
+
+
+def test_the_controller_is_told_what_the_draft_read_but_for_the_prompt(monkeypatch):
+    told = []
+    monkeypatch.setattr(Fixed, "observe_reading", lambda _, read, behind: told.append((read, behind)))
+    ids = itertools.count(30)
+    monkeypatch.setattr(
+        ScriptedDraft,
+        "draft",
+        lambda self, jobs, draft=ScriptedDraft.draft: [
+            (replace(block, prompt_tokens=next(ids)), probs) for block, probs in draft(self, jobs)
+        ],
+    )
+    run(GREEDY, Plan(0, 4, True, "test"), max_tokens=12)
+    assert [read for read, _ in told] == list(range(31, 31 + len(told)))
+    assert len(told) >= 3
+    assert all(behind >= 1 for _, behind in told)
+    assert sum(behind for _, behind in told) <= 12

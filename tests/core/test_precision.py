@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -114,30 +115,29 @@ WORLDS = pytest.mark.parametrize(
 SEEDS = range(8)
 
 
+def found(quants: dict[str, tuple[float, float]], best: str, learn: Callable[[World, PrecisionChooser], object]) -> int:
+    """In how many worlds the best is in use after `learn(world, chooser)`."""
+    count = 0
+    for seed in SEEDS:
+        world = World(quants, seed)
+        chooser = world.chooser()
+        learn(world, chooser)
+        count += chooser.in_use == best
+    return count
+
+
 @WORLDS
 def test_the_best_is_found_within_sixty_requests_without_any_comparison(
     quants: dict[str, tuple[float, float]], best: str
 ) -> None:
-    found = 0
-    for seed in SEEDS:
-        world = World(quants, seed)
-        chooser = world.chooser()
-        world.serve(chooser, 60)
-        found += chooser.in_use == best
-    assert found >= len(SEEDS) - 1
+    assert found(quants, best, lambda world, chooser: world.serve(chooser, 60)) >= len(SEEDS) - 1
 
 
 @WORLDS
 def test_a_comparison_at_the_start_finds_it_in_most_cases_at_once(
     quants: dict[str, tuple[float, float]], best: str
 ) -> None:
-    found = 0
-    for seed in SEEDS:
-        world = World(quants, seed)
-        chooser = world.chooser()
-        world.compare(chooser)
-        found += chooser.in_use == best
-    assert found >= 0.7 * len(SEEDS)
+    assert found(quants, best, World.compare) >= 0.7 * len(SEEDS)
 
 
 @WORLDS
