@@ -142,7 +142,8 @@ def test_after_an_interrupted_download_only_the_missing_files_are_fetched(
     hub.stall.add("model.safetensors")
     interrupted = start("target", "org/target")
     assert hub.stalled.wait(300)
-    while not {"config.json", "tokenizer.json"} <= {path.name for path in tmp_path.rglob(f"{COMMIT}/*")}:
+    snapshot = tmp_path / "hf" / "hub" / "models--org--target" / "snapshots" / COMMIT
+    while not all((snapshot / name).exists() for name in ("config.json", "tokenizer.json")):
         assert interrupted.poll() is None
     interrupted.send_signal(signal.SIGKILL)
     interrupted.communicate()
