@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 
 from duo_ray.models.catalog import CatalogError, cache_directory, resolve_draft
+
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\n\n' %}"
+    "{% set turns = messages[1:] %}{% else %}{% set first = '' %}{% set turns = messages %}{% endif %}"
+    "{% for message in turns %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\n' }}"
+    "{{ (first if loop.first else '') + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+"""Gemma's turns; the system's text stands before the first user's."""
 
 
 def demo_draft() -> Path:
@@ -47,3 +60,19 @@ def gemma() -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         package.assemble(path.with_suffix(".tmp")).replace(path)
     return path
+
+
+def gemma_chat() -> Path:
+    """The same with a chat template, which a base model lacks."""
+    path = gemma().with_suffix(".chat.gguf")
+    if not path.exists():
+        write_with_template(gemma(), GEMMA_TEMPLATE, path)
+    return path
+
+
+def write_with_template(source: Path, template: str, path: Path) -> None:
+    """Copy a GGUF file, with another chat template."""
+    temporary = path.with_suffix(".tmp")
+    command = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", "--force", "--chat-template", template]
+    subprocess.run([*command, str(source), str(temporary)], check=True, capture_output=True)
+    temporary.replace(path)

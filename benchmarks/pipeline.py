@@ -4,8 +4,9 @@
 
 Two baselines: the target alone on the cores it has in the pipeline (what a user with a GPU sees) and the target alone
 on all cores of the machine (what a user without one would do). For every prompt they answer in turn, there and back
-(A B C C B A), so that drift of the machine's speed hits all alike. No answer finds its prompt in a cache. EOS is
-ignored, so that every answer has the same length.
+(A B C C B A), so that drift of the machine's speed hits all alike. No answer finds its prompt in a cache, only the
+words that all chats begin with, which are there from the start. EOS is ignored, so that every answer has the same
+length.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def measure(duo: Duo, prompt: str, tokens: int, **options: Any) -> Answer:
 
 
 def forget(duo: Duo) -> None:
-    """Push out what the caches of target and draft keep of earlier prompts."""
+    """Push out what the caches of target and draft keep of earlier prompts, but for the words all chats begin with."""
     for number in range(duo.prepared.config.models.target.slots):
-        duo.generate(f"{number}: nothing", raw=True, max_tokens=1)
+        duo.generate(f"{number}: nothing", max_tokens=1)
 
 
 def speed(answers: Sequence[Answer]) -> float:

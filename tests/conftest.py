@@ -67,6 +67,14 @@ def gemma_target(gemma_gguf: Path) -> Path:
     return resolve_target(str(gemma_gguf)).path
 
 
+@pytest.fixture(scope="session")
+def gemma_chat_gguf() -> Path:
+    """Gemma 3 270M with a chat template."""
+    from benchmarks.drafts import gemma_chat
+
+    return gemma_chat()
+
+
 _REFERENCE = """
 import json, sys
 import torch

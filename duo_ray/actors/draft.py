@@ -13,7 +13,7 @@ from duo_ray.actors.node import find_here, node_id
 from duo_ray.hardware.cores import pin
 from duo_ray.models.catalog import resolve_draft
 from duo_ray.models.tokenizer import Tokenizer
-from duo_ray.models.vocabulary import VocabularyMatch
+from duo_ray.models.vocabulary import Strategy, TokenizerVocabulary, VocabularyMatch, chat_opening
 from duo_ray.types import DraftBlock, DraftJob, DraftModel, DraftProbs, DuoRayError
 
 
@@ -97,7 +97,7 @@ class DraftActor:
         self._info: DraftInfo | None = None
 
     def adapt(self, tokenizer: Tokenizer) -> DraftInfo:
-        """Learn the target's tokens, before any job; after a restart again.
+        """Learn the target's tokens, before any job, and read what chats begin with; after a restart again.
 
         Raises:
             VocabularyError: the vocabularies do not allow what the configuration asks for.
@@ -111,6 +111,9 @@ class DraftActor:
                 for quant, draft in self._drafts.items():
                     self._models[quant], matches[quant] = adapt(draft, tokenizer, wanted)
                     wanted = matches[quant].strategy  # one for all: their blocks are judged alike
+                    same = wanted is Strategy.SAME
+                    opening = chat_opening(TokenizerVocabulary(tokenizer) if same else draft.vocabulary)
+                    draft.read(opening[: self._settings.max_context])
                 self._info = self._describe(matches)
             return self._info
 

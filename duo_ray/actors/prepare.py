@@ -33,6 +33,7 @@ from duo_ray.models.gguf_header import read_gguf
 from duo_ray.models.memory import NEVER_REPACKED, ModelMemory, check_memory, directory_memory, gguf_memory
 from duo_ray.models.precision import fastest_dtype
 from duo_ray.models.tokenizer import Tokenizer
+from duo_ray.models.vocabulary import TokenizerVocabulary, chat_opening
 
 Progress = Callable[[str, float | None], None]
 """Told what start-up is busy with, and how much of it is done (0 to 1, None: unknown)."""
@@ -127,6 +128,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
             quantization=target.quantization,
             gpu_layers=gpu_layers(config, plan),
             warmup_steps=max(1, -(-optimization.warmup_steps // _WARM_UP_SHAPES)),
+            opening=chat_opening(TokenizerVocabulary(tokenizer)),
         ),
         drafts=tuple(
             DraftSettings(

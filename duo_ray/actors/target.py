@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from duo_ray.actors import wire
 from duo_ray.actors.node import find_here, node_id
+from duo_ray.core.context import IdLog
 from duo_ray.hardware.cores import pin
 from duo_ray.hardware.pages import collapse_pages
 from duo_ray.models.catalog import resolve_gguf_target, resolve_target
 from duo_ray.models.silence import silence_transformers
-from duo_ray.types import DraftProbs, TargetReply, VerifyJob
+from duo_ray.types import DraftProbs, Ids, SamplingParams, TargetReply, VerifyJob
 
 if TYPE_CHECKING:
     from duo_ray.models.llama_cpp_target import LlamaCppTarget
@@ -48,6 +49,8 @@ class TargetSettings:
     gpu_layers: int
     """Layers that llama.cpp computes on the GPU."""
     warmup_steps: int
+    opening: Ids = ()
+    """What chats begin with: in the cache before the first one."""
     node: str = ""
     """Ray's id of the node that `path` and `cores` are about."""
 
@@ -108,6 +111,14 @@ class TargetActor:
         self._busy = threading.Lock()  # actor calls and the socket's thread take turns
         self._model = load_target(settings)
         self._timings = tuple(self._model.warm_up(settings.warmup_steps))
+        self._read(settings.opening[: self._model.max_context])
+
+    def _read(self, ids: Ids) -> None:
+        """Run a text that belongs to no request, so that requests which begin with it run only what is new."""
+        if ids:
+            context = IdLog(ids).context("", agreed=0, prompt_length=len(ids))
+            self._model.verify([VerifyJob(context, (), SamplingParams())], [None])
+            self._model.release("")
 
     def describe(self) -> TargetInfo:
         return TargetInfo(

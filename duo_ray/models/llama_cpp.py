@@ -23,7 +23,17 @@ from duo_ray.models.block_writer import BlockWriter, Draft, HeldSequence, Logits
 from duo_ray.models.llama_context import BatchRow, LlamaContext
 from duo_ray.models.llama_library import LlamaCppError
 from duo_ray.models.llama_vocabulary import LlamaVocabulary
-from duo_ray.types import Context, ContextOverflow, DraftBlock, DraftJob, DraftProbs, Ids, Span, UnknownPrefix
+from duo_ray.types import (
+    Context,
+    ContextOverflow,
+    DraftBlock,
+    DraftJob,
+    DraftProbs,
+    Ids,
+    SamplingParams,
+    Span,
+    UnknownPrefix,
+)
 
 _WORTH_KEEPING = 8
 """Shared tokens from which a request prefers the slot that another one left."""
@@ -133,7 +143,7 @@ class LlamaCppDraft:
 
     def logits_along(self, ids: Ids) -> Iterator[Logits]:
         """Logits `[V]` after each id of a text, without restriction or penalties; each is valid until the next."""
-        [slot] = self._take([Context("", 0, 0, (), 0)])
+        slot = self._blank_slot()
         step = min(self._context.batch_size, self.slots * self.max_sequences)  # llama.cpp keeps no more rows of logits
         try:
             for start in range(0, len(ids), step):
@@ -173,7 +183,7 @@ class LlamaCppDraft:
     def warm_up(self, steps: int) -> list[tuple[int, float]]:
         """Decode with 1, 2 and 4 sequences, `steps` times each: (width, seconds), as in `DraftBlock.token_seconds`."""
         timings = []
-        [slot] = self._take([Context("", 0, 0, (), 0)])
+        slot = self._blank_slot()
         try:
             for width in (w for w in (1, 2, 4) if w <= self.max_sequences):
                 slot.sequences = [HeldSequence(seq_id) for seq_id in slot.seq_ids[:width]]
@@ -192,6 +202,13 @@ class LlamaCppDraft:
         finally:
             self._forget("")
         return timings
+
+    def read(self, ids: Ids) -> None:
+        """Run a text that belongs to no request, so that requests which begin with it read only what is new."""
+        if ids:
+            context = IdLog(ids).context("", agreed=0, prompt_length=len(ids))
+            self.draft([DraftJob(context, 0, 0, 1, bets=False, acceptance=1.0, sampling=SamplingParams())])
+            self.release("")
 
     def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[DraftBlock, DraftProbs | None]]:
         """One block per job; all jobs and all their sequences advance in the same decodes.
@@ -272,6 +289,13 @@ class LlamaCppDraft:
                     self.release(next(iter(self._held)))
                 self._held[context.request_id] = self._choose_idle(context.ids)
         return [self._held[context.request_id] for context in contexts]
+
+    def _blank_slot(self) -> Slot:
+        """A slot that holds nothing, for work that belongs to no request; `_forget` it afterwards."""
+        [slot] = self._take([Context("", 0, 0, (), 0)])
+        self._crop(slot.sequences[0], 0)
+        slot.reset()
+        return slot
 
     def _start_over(self, slot: Slot) -> None:
         """Forget the slot's ids and all that idle slots kept: sums over the cache then run in the same order again."""

@@ -18,8 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from duo_ray.core.context import common_prefix
 from duo_ray.models.tokenizer import Tokenizer
-from duo_ray.types import DuoRayError
+from duo_ray.types import DuoRayError, Ids
 
 ENOUGH_MASS = 0.9
 """Share of the draft's probability that the common tokens must carry for `intersection` to be chosen."""
@@ -212,6 +213,12 @@ def chat_or_none(
         except DuoRayError:
             continue
     return None
+
+
+def chat_opening(vocabulary: Vocabulary) -> Ids:
+    """The ids with which every chat without a system message begins; empty where there is no chat template."""
+    chats = [vocabulary.chat([{"role": "user", "content": word}]) or [] for word in ("Hello", "Why")]
+    return tuple(chats[0][: common_prefix(*chats)])
 
 
 def _without_system(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

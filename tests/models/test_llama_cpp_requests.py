@@ -120,6 +120,15 @@ def test_a_malformed_job_is_refused_by_name(draft: LlamaCppDraft, job: DraftJob,
         draft.draft([job])
 
 
+def test_what_earlier_requests_left_is_not_in_the_way_of_logits_along_a_text(draft: LlamaCppDraft) -> None:
+    fresh = [row.copy() for row in draft.logits_along(PROMPT)]
+    for number in range(draft.slots):
+        draft.draft([make_job((number, *PROMPT), 2, request=str(number))])
+    for number in range(draft.slots):
+        draft.release(str(number))
+    np.testing.assert_allclose([row.copy() for row in draft.logits_along(PROMPT)], fresh, rtol=1e-4, atol=1e-4)
+
+
 def test_two_jobs_of_one_request_are_refused(draft: LlamaCppDraft) -> None:
     with pytest.raises(ValueError, match="same request"):
         draft.draft([make_job(PROMPT, 2), make_job(PROMPT, 3)])
