@@ -10,42 +10,45 @@ _CALIBRATION_RATE = 0.15
 class _Chance:
     """Running chance of a yes/no event: a long memory, replaced by a short one once the two contradict each other."""
 
-    __slots__ = ("_long", "_prior", "_short")
+    __slots__ = ("_long", "_prior", "_short", "_weight", "known")
 
     _LONG, _SHORT = 1.0 - 1.0 / 60.0, 1.0 - 1.0 / 12.0
     _CONTRADICTION = 2.5
     """Log likelihood ratio, in nats, of the short memory's own chance against the long memory's."""
     _PRIOR_WEIGHT = 1.5
+    """Trials that a guess is worth."""
+    _POOL_WEIGHT = 8.0
+    """Trials that the experience of other requests is worth at most: texts differ."""
 
     def __init__(self, prior: float) -> None:
-        self._prior = prior
+        self._prior, self._weight = prior, self._PRIOR_WEIGHT
         self._long = (0.0, 0.0)  # (yes, trials), decayed per trial
         self._short = (0.0, 0.0)
-
-    @property
-    def known(self) -> bool:
-        return self._long[1] > 0.0
+        self.known = False
 
     @property
     def value(self) -> float:
         yes, trials = self._long
-        return (yes + self._prior * self._PRIOR_WEIGHT) / (trials + self._PRIOR_WEIGHT)
+        return (yes + self._prior * self._weight) / (trials + self._weight)
 
     def observe(self, yes: int, no: int) -> None:
         trials = yes + no
+        self.known = self.known or trials > 0
         self._long = self._decayed(self._long, self._LONG**trials, yes, trials)
         self._short = self._decayed(self._short, self._SHORT**trials, yes, trials)
         if self._short[1] * _divergence(self._short[0] / self._short[1], self.value) > self._CONTRADICTION:
             # The short memory still holds a part of the past: what comes next shall count for more.
             self._long = self._short = (self._short[0] / 5.0, self._short[1] / 5.0)
+            self._weight = self._PRIOR_WEIGHT
 
     @staticmethod
     def _decayed(counts: tuple[float, float], decay: float, yes: int, trials: int) -> tuple[float, float]:
         return counts[0] * decay + yes, counts[1] * decay + trials
 
-    def copy(self) -> _Chance:
-        twin = _Chance(self._prior)
-        twin._long, twin._short = self._long, self._short
+    def for_request(self) -> _Chance:
+        twin = _Chance(self.value)
+        twin._weight = min(self._long[1] + self._weight, self._POOL_WEIGHT)
+        twin.known = self.known
         return twin
 
 
@@ -96,8 +99,9 @@ class Acceptance:
         step = _CALIBRATION_RATE * (chance - won)
         self.sharpness = min(1.0, max(0.05, self.sharpness * math.exp(step)))
 
-    def copy(self) -> Acceptance:
+    def for_request(self) -> Acceptance:
+        """What a new request starts from: the same chances, sooner to be corrected by its own text."""
         twin = Acceptance()
         twin.sharpness = self.sharpness
-        twin._token, twin._head = self._token.copy(), self._head.copy()
+        twin._token, twin._head = self._token.for_request(), self._head.for_request()
         return twin

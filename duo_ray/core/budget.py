@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from duo_ray.core.costs import Array, Costs
 from duo_ray.core.gamma import PROBE, GammaController, Plan, Policy, choices
+from duo_ray.core.slowdown import Slowdown
 
 _FINE = 8
 """Leads and gammas up to this are all tried, beyond it those about a quarter apart."""
@@ -52,6 +53,14 @@ class Seat:
     """Whether that is still at work for an earlier round."""
 
 
+class _Expected(NamedTuple):
+    """What was expected of a round, and who learns from how it was."""
+
+    drafting: bool
+    seconds: float
+    learners: Sequence[Slowdown]
+
+
 class _Choice(NamedTuple):
     """Index of a plan: how many requests draft, which lead, which gamma."""
 
@@ -75,7 +84,6 @@ class SharedBudget:
     """How much more the tokens of a request count in its turn, and at most after having waited for one."""
     _CONTENTION = 0.05
     """How much longer rounds with drafting are taken to last before any was timed, log-seconds."""
-    _LEARNING, _FORGETTING = 0.2, 0.005
 
     def __init__(self, policy: Policy, costs: Costs) -> None:
         self._policy, self.costs = policy, costs
@@ -92,10 +100,12 @@ class SharedBudget:
         """For how many rounds each of those whose turn it is has drafted."""
         self._savings = 0.0
         self._gap = self._wait = 1
-        self._slower = {False: 0.0, True: self._CONTENTION}
-        """How much longer rounds without and with drafting take than they should, log-seconds."""
-        self._expected: tuple[bool, float] | None = None
-        """Whether the round before drafted, and how long it should have taken."""
+        self._slowdown = Slowdown(self._CONTENTION)
+        """Of rounds of several requests."""
+        self._alone: GammaController | None = None
+        """Of the request that was alone in the round before."""
+        self._expected: _Expected | None = None
+        """Of the round before."""
 
     def plan(
         self, seats: Sequence[Seat], *, rows: int, drafts: int = 1, elapsed: float | None = None, busy: bool = False
@@ -108,15 +118,19 @@ class SharedBudget:
             elapsed: seconds since the round before began, if nothing out of the ordinary happened in it.
             busy: a draft is still at work for an earlier round.
         """
-        self._learn(elapsed)
+        if self._expected is not None and elapsed is not None:
+            for slowdown in self._expected.learners:
+                slowdown.observe(drafting=self._expected.drafting, expected=self._expected.seconds, elapsed=elapsed)
+        self._expected = None
         if seats:
             # Those who use another quantisation of the draft are too few to be worth a sum of their own.
             self.costs = Counter(seat.controller.costs for seat in seats).most_common(1)[0][0]
-        self._expected = (True, self.costs.target_seconds(rows) + self.costs.overhead) if busy else None
+        if rows == 1:
+            return self._plan_alone(seats, busy=busy)
+        if busy:
+            self._expect(seats, (), rows, drafts, drafting=True)
         free = [i for i, seat in enumerate(seats) if not seat.busy]
         plans = [Plan(0, 0, False, "draft is busy")] * len(seats)
-        if rows == 1:
-            return [seat.controller.plan() for seat in seats]
         for seat in seats:
             self._idle[seat.controller] = self._idle.get(seat.controller, 0) + 1
         if free:
@@ -124,8 +138,23 @@ class SharedBudget:
             for i, plan in zip(free, shared, strict=True):
                 plans[i] = plan
             at_work = any((plan.gamma or plan.lead or plan.read) and plan.reason != PROBE for plan in plans)
-            self._expected = busy or at_work, self._seconds(seats, plans, rows, drafts)
+            self._expect(seats, plans, rows, drafts, drafting=busy or at_work)
         return plans
+
+    def _plan_alone(self, seats: Sequence[Seat], *, busy: bool) -> list[Plan]:
+        """The request decides for itself; how long its steps take tells how the next one shall."""
+        if not seats:  # its draft is late, or it decides by itself, or not at all
+            self._alone = self._alone if busy else None
+            if self._alone is not None:
+                seconds = self.costs.target_seconds(1) + self.costs.overhead
+                self._expected = _Expected(True, seconds, self._alone.slowdowns)
+            return []
+        [seat] = seats
+        self._alone, plan = seat.controller, seat.controller.plan()
+        if plan.reason != PROBE:  # which nobody waits for
+            drafting = bool(plan.gamma or plan.lead)
+            self._expected = _Expected(drafting, self._seconds(seats, [plan], 1, 1), seat.controller.slowdowns)
+        return [plan]
 
     def _plan(self, seats: Sequence[Seat], rows: int, drafts: int, *, all_free: bool) -> list[Plan]:
         """A plan for each of these seats, whose drafts are free."""
@@ -174,6 +203,11 @@ class SharedBudget:
                 self._turns[seats[i].controller] += 1
         return plans
 
+    def _expect(self, seats: Sequence[Seat], plans: Sequence[Plan], rows: int, drafts: int, *, drafting: bool) -> None:
+        """Note how long the coming round of several requests should take."""
+        planned = seats if plans else ()
+        self._expected = _Expected(drafting, self._seconds(planned, plans, rows, drafts), [self._slowdown])
+
     def _seconds(self, seats: Sequence[Seat], plans: Sequence[Plan], rows: int, drafts: int) -> float:
         """How long the coming round should take."""
         costs = self.costs
@@ -183,20 +217,6 @@ class SharedBudget:
         tokens = rows + sum(seat.hand for seat in seats) + sum(leads)
         drafting = draft_call_seconds(costs, writing, drafts)
         return lead_seconds + max(costs.target_seconds(tokens), drafting) + costs.overhead
-
-    def _learn(self, elapsed: float | None) -> None:
-        """Compare the round before with what it should have taken.
-
-        Two models on one machine slow each other down, blocks come late, a draft has to read: nothing of that is in the
-        curves, and all of it is in the time between two rounds.
-        """
-        if self._expected is None or elapsed is None or elapsed <= 0.0:
-            return
-        drafted, expected = self._expected
-        surprise = min(max(math.log(elapsed / expected), -1.0), 1.0)
-        self._slower[drafted] += self._LEARNING * (surprise - self._slower[drafted])
-        if not drafted:  # what drafting costs besides is forgotten slowly, so that it is tried again
-            self._slower[True] += self._FORGETTING * (self._slower[False] - self._slower[True])
 
     def _readable(self, rows: int, writing: Sequence[Seat], shared: Plan) -> int:
         """Ids a draft can read beside what it writes while the target is busy; any number when it writes nothing."""
@@ -243,7 +263,7 @@ class SharedBudget:
             )
             if rates[before] * self._SWITCH >= rates[best]:
                 best = before
-        gain = float(rates[best] / none) * math.exp(min(0.0, self._slower[False] - self._slower[True]))
+        gain = float(rates[best] / none) / (1.0 + self._slowdown.extra)
         needed = self._RETURN + self._restart(seats, best.drafting, rows) if self._plain else self._LEAVE
         self._plain = self._policy.fallback and gain < needed
         lead, gamma = int(self._leads[best.lead]), int(self._gammas[best.gamma])
@@ -258,7 +278,7 @@ class SharedBudget:
         """Price of reading what is new to the draft before any of it pays, as a share of the next turns."""
         behind = sum(sorted(seat.behind for seat in seats)[:drafting])
         rounds = self.costs.draft_seconds(max(1, behind)) / self.costs.target_seconds(rows)
-        return rounds * math.expm1(max(0.0, self._slower[True] - self._slower[False])) / (2 * self._TURN)
+        return rounds * self._slowdown.extra / (2 * self._TURN)
 
     def _probe(self, rows: int, behind: int) -> Plan | None:
         """A small block of one request, if one is due and paid for: one for all requests, not for each.
@@ -274,7 +294,7 @@ class SharedBudget:
         size = max(2, self._policy.gamma_min)
         drafting = draft_call_seconds(costs, [(size, behind)], 1)
         cost = costs.target_seconds(rows + size - 1) - second
-        cost += max(second, drafting) * math.expm1(max(0.0, self._slower[True] - self._slower[False]))
+        cost += max(second, drafting) * self._slowdown.extra
         if self._policy.overlap is False:
             plan = Plan(size, 0, False, PROBE)
             cost += drafting

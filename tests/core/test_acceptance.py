@@ -27,13 +27,26 @@ def test_acceptance_follows_a_sudden_change(before: float, after: float) -> None
     assert acceptance.head == pytest.approx(after, abs=0.15)
 
 
-def test_a_copy_of_acceptance_lives_its_own_life() -> None:
+def test_a_new_request_starts_from_what_others_showed_and_lives_its_own_life() -> None:
     acceptance = known(0.5, 0.5)
-    twin = acceptance.copy()
+    twin = acceptance.for_request()
     assert (twin.token, twin.head) == (acceptance.token, acceptance.head)
     twin.observe(5, 0, False)
     assert twin.token < acceptance.token
     assert twin.head < acceptance.head
+
+
+def test_a_text_unlike_all_others_is_found_out_after_a_few_misses() -> None:
+    acceptance = known(0.6, 0.6)
+    for _ in range(200):
+        acceptance.observe(5, 3, True)
+        acceptance.observe(1, 0, False)
+    twin = acceptance.for_request()
+    for _ in range(6):
+        twin.observe(1, 0, False)
+    assert twin.head < 0.3
+    assert twin.token < 0.4
+    assert min(acceptance.head, acceptance.token) > 0.45
 
 
 @pytest.mark.parametrize("truth", [0.75, 0.9, 0.97])
