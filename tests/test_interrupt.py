@@ -24,7 +24,8 @@ from tests.models.tiny_gguf import write_tiny_llama
 
 DUO_RAY = str(Path(sys.executable).with_name("duo-ray"))
 SMALL = ("--set", "models.target.precision=fp32", "--set", "models.target.max_seq_len=512",
-         "--set", "optimization.warmup_steps=6", "--max-tokens", "400", "--ignore-eos")  # fmt: skip
+         "--set", "optimization.warmup_steps=6")  # fmt: skip
+GENERATE = ("generate", *SMALL, "--max-tokens", "400", "--ignore-eos", "Tell me everything.")
 LIMIT_S = 240.0
 EXIT_CODES = {signal.SIGINT: {130}, signal.SIGTERM: {143, signal.SIGTERM}}
 """The second one of SIGTERM is that of Ray's own handler, which stands until Ray has started."""
@@ -34,12 +35,12 @@ Moment = Callable[[list[str]], bool]
 
 
 class Command:
-    """`duo-ray generate` in a process of its own, with temporary files in `folder`, found again by a mark."""
+    """`duo-ray` in a process of its own, with temporary files in `folder`, found again by a mark."""
 
     def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         self.folder, self._mark = folder, uuid.uuid4().hex
         self.process = subprocess.Popen(
-            [DUO_RAY, "generate", *SMALL, *arguments, "Tell me everything."],
+            [DUO_RAY, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -98,13 +99,26 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def command(folder: Path) -> Iterator[Command]:
-    command = Command(folder)
+    command = Command(folder, *GENERATE)
     yield command
     command.close()
 
 
 def any_with(word: str) -> Moment:
     return lambda lines: any(word in line for line in lines)
+
+
+def no_longer_with(word: str) -> Moment:
+    """There was one, and it has ended."""
+    seen = False
+
+    def moment(lines: list[str]) -> bool:
+        nonlocal seen
+        there = any_with(word)(lines)
+        seen |= there
+        return seen and not there
+
+    return moment
 
 
 @pytest.mark.ray
@@ -138,7 +152,7 @@ def test_an_interrupted_conversion_leaves_nothing(folder: Path, tmp_path: Path, 
     (tmp_path / "sitecustomize.py").write_text(NEVER_DONE)
     model = write_tiny_llama(tmp_path / "tiny.gguf")
     command = Command(
-        folder, "--target", str(model), "--no-draft", XDG_CACHE_HOME=str(tmp_path / "cache"),
+        folder, *GENERATE, "--target", str(model), "--no-draft", XDG_CACHE_HOME=str(tmp_path / "cache"),
         PYTHONPATH=os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))),
     )  # fmt: skip
     targets = tmp_path / "cache/duo_ray/targets"
@@ -146,5 +160,26 @@ def test_an_interrupted_conversion_leaves_nothing(folder: Path, tmp_path: Path, 
         command.wait_for(lambda _: any(targets.glob("*.part/half")))
         command.end(number)
         assert [path.name for path in targets.iterdir() if path.suffix != ".lock"] == []
+    finally:
+        command.close()
+
+
+@pytest.mark.ray
+@pytest.mark.models
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [(any_with("ray::Coordinator"), signal.SIGTERM), (no_longer_with("ray::TargetActor"), signal.SIGINT)],
+    ids=["while the pipeline runs", "while distributions are compared"],
+)
+def test_an_interrupted_diagnosis_leaves_nothing(folder: Path, tmp_path: Path, moment: Moment, number: int) -> None:
+    prompts, report = tmp_path / "prompts.jsonl", tmp_path / "report.html"
+    prompts.write_text('{"prompt": "Why does ice float?"}\n')
+    command = Command(
+        folder, "diagnose", *SMALL, "--prompts", str(prompts), "--max-tokens", "16", "--html", str(report)
+    )
+    try:
+        command.wait_for(moment)
+        command.end(number)
+        assert not report.exists()
     finally:
         command.close()

@@ -1,4 +1,4 @@
-"""A target and a draft with different tokenizers in a running pipeline."""
+"""A target and a draft with different tokenizers and chat templates in a running pipeline."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def warnings():
 
 
 @pytest.fixture(scope="module")
-def mixed(gemma_gguf, warnings):
-    settings = {**SMALL, "models.target.model": str(gemma_gguf), "models.target.slots": 2}
+def mixed(gemma_chat_gguf, warnings):
+    settings = {**SMALL, "models.target.model": str(gemma_chat_gguf), "models.target.slots": 2}
     with Duo(load_config(None, settings)) as running:
         yield running
 
@@ -53,6 +53,24 @@ def test_greedy_ids_equal_the_targets_own(mixed, max_sequences):
         drafted = mixed.generate(prompt, draft_budget=4, max_sequences=max_sequences, **ask)
         assert drafted.stats["draft_tokens"] > 0
         assert drafted.token_ids == mixed.generate(prompt, draft=False, **ask).token_ids
+
+
+def test_a_long_chat_is_the_targets_own_and_no_turn_is_read_twice(mixed):
+    """Twelve turns after a system message, in either model's template."""
+    chat = [{"role": "system", "content": "Answer in one word."}]
+    for turn in range(11):
+        chat += [{"role": "user", "content": f"What is {turn} + 1?"}, {"role": "assistant", "content": f"{turn + 1}"}]
+    chat.append({"role": "user", "content": "What is 11 + 1?"})
+    ask = {"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True}
+    drafted = mixed.generate(chat, draft_budget=4, **ask)
+    assert drafted.stats["draft_tokens"] > 0
+    longer = [*chat, {"role": "assistant", "content": drafted.text}, {"role": "user", "content": "And 12 + 1?"}]
+    next_turn = mixed.generate(longer, draft_budget=4, **ask)
+    assert next_turn.stats["draft_tokens"] > 0
+    for cached in ("cached_tokens", "draft_cached_tokens"):
+        assert next_turn.stats[cached] > 150
+    for messages, answer in ((chat, drafted), (longer, next_turn)):
+        assert answer.token_ids == mixed.generate(messages, draft=False, **ask).token_ids
 
 
 def test_the_same_seed_gives_the_same_text(mixed):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.drafts import write_with_template
 from duo_ray.actors.prepare import Prepared, prepare
 from duo_ray.config import load_config
 from duo_ray.diagnosis.measuring import Judged, Observed, Speed, Written
@@ -13,6 +14,7 @@ from duo_ray.diagnosis.scoring import Scores, Templates, score
 from duo_ray.models.translating import examine
 from duo_ray.types import SamplingParams
 
+ROLES = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}assistant:"
 ANSWER = "Ice floats because it is less dense than water.\n\n1. Water expands by 9% when it freezes.\n2. A cube of ice"
 COSTS = {"target": {"1": 0.08}, "draft": {"1": 0.02}, "overhead": 0.001}
 
@@ -76,6 +78,30 @@ def test_a_draft_of_another_family_is_compared_in_the_common_vocabulary_and_by_t
     assert all(0.3 < view.agreement.value < 1.0 for view in scores.views)
     assert scores.templates.draft is None
     assert "reads the target's" in scores.templates.describe()
+
+
+@pytest.mark.models
+def test_where_templates_differ_the_draft_is_tried_in_both(gemma_chat_gguf: Path):
+    scores = scored(str(gemma_chat_gguf))
+    assert scores.templates.differ
+    assert "<start_of_turn>" in scores.templates.describe()
+    assert "<|im_start|>" in scores.templates.describe()
+    assert [(view.strategy, view.template, view.used) for view in scores.views] == [
+        ("intersection", "own", True), ("string", "own", False), ("intersection", "target's", False),
+    ]  # fmt: skip
+    assert all(0.2 < view.agreement.value < 1.0 for view in scores.views)
+
+
+@pytest.mark.models
+def test_a_draft_of_the_same_family_with_another_template_is_tried_in_its_own(demo_gguf: Path, tmp_path: Path):
+    write_with_template(demo_gguf, ROLES, tmp_path / "roles.gguf")
+    scores = scored(str(tmp_path / "roles.gguf"))
+    assert scores.templates.differ
+    assert [(view.strategy, view.template, view.used) for view in scores.views] == [
+        ("same", "target's", True), ("intersection", "own", False),
+    ]  # fmt: skip
+    assert all(0.2 < view.agreement.value < 1.0 for view in scores.views)
+    assert scores.sampled.value > 0.95  # in the target's template the same weights say the same
 
 
 def test_templates_that_differ_are_shown_where_they_part():
