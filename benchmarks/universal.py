@@ -158,7 +158,8 @@ def undecided(ratios: Sequence[float]) -> bool:
     if len(ratios) < 3:
         return True
     away = [math.log(ratio / SLOW) for ratio in ratios]
-    return abs(statistics.fmean(away)) < 2 * statistics.stdev(away) / len(away) ** 0.5
+    error = statistics.stdev(away) / math.sqrt(len(away))
+    return abs(statistics.fmean(away)) < 2.0 * error
 
 
 def speedup(taken: Mapping[str, float], other: str = "alone") -> float:
