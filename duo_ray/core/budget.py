@@ -54,11 +54,11 @@ class Seat:
 
 
 class _Expected(NamedTuple):
-    """What was expected of a round, and who learns from how it was."""
+    """What was expected of a round, and what learns from how it was."""
 
     drafting: bool
     seconds: float
-    learners: Sequence[Slowdown]
+    slowdown: Slowdown
 
 
 class _Choice(NamedTuple):
@@ -119,8 +119,8 @@ class SharedBudget:
             busy: a draft is still at work for an earlier round.
         """
         if self._expected is not None and elapsed is not None:
-            for slowdown in self._expected.learners:
-                slowdown.observe(drafting=self._expected.drafting, expected=self._expected.seconds, elapsed=elapsed)
+            drafting, expected, slowdown = self._expected
+            slowdown.observe(drafting=drafting, expected=expected, elapsed=elapsed)
         self._expected = None
         if seats:
             # Those who use another quantisation of the draft are too few to be worth a sum of their own.
@@ -142,19 +142,19 @@ class SharedBudget:
         return plans
 
     def _plan_alone(self, seats: Sequence[Seat], *, busy: bool) -> list[Plan]:
-        """The request decides for itself; how long its steps take tells how the next one shall."""
-        if not seats:  # its draft is late, or it decides by itself, or not at all
-            self._alone = self._alone if busy else None
-            if self._alone is not None:
-                seconds = self.costs.target_seconds(1) + self.costs.overhead
-                self._expected = _Expected(True, seconds, self._alone.slowdowns)
-            return []
-        [seat] = seats
-        self._alone, plan = seat.controller, seat.controller.plan()
-        if plan.reason != PROBE:  # which nobody waits for
+        """The request decides for itself; how long its steps take tells it what drafting costs besides."""
+        if seats:
+            [seat] = seats
+            self._alone, plan = seat.controller, seat.controller.plan()
+            waited = [plan] if plan.reason != PROBE else [Plan(plan.lead, 0, False, PROBE)]
             drafting = bool(plan.gamma or plan.lead)
-            self._expected = _Expected(drafting, self._seconds(seats, [plan], 1, 1), seat.controller.slowdowns)
-        return [plan]
+            self._expected = _Expected(drafting, self._seconds(seats, waited, 1, 1), self._alone.slowdown)
+            return [plan]
+        # Its draft is late, or it decides without a look at the clock, or it has none.
+        self._alone = self._alone if busy else None
+        if self._alone is not None:
+            self._expected = _Expected(True, self._seconds((), (), 1, 1), self._alone.slowdown)
+        return []
 
     def _plan(self, seats: Sequence[Seat], rows: int, drafts: int, *, all_free: bool) -> list[Plan]:
         """A plan for each of these seats, whose drafts are free."""
@@ -206,7 +206,7 @@ class SharedBudget:
     def _expect(self, seats: Sequence[Seat], plans: Sequence[Plan], rows: int, drafts: int, *, drafting: bool) -> None:
         """Note how long the coming round of several requests should take."""
         planned = seats if plans else ()
-        self._expected = _Expected(drafting, self._seconds(planned, plans, rows, drafts), [self._slowdown])
+        self._expected = _Expected(drafting, self._seconds(planned, plans, rows, drafts), self._slowdown)
 
     def _seconds(self, seats: Sequence[Seat], plans: Sequence[Plan], rows: int, drafts: int) -> float:
         """How long the coming round should take."""

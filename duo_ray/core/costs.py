@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from duo_ray.core.slowdown import Slowdown
 from duo_ray.types import DraftBlock
 
 Array = NDArray[np.float64]
@@ -120,8 +119,6 @@ class Costs:
         self._target = _Curve(dense=LARGEST + 1, slope=0.015)
         self._draft = _Curve(dense=LARGEST // 2, slope=0.3)
         self._overheads: deque[float] = deque(maxlen=15)
-        self.slowdown = Slowdown(learning=0.05)
-        """Of requests alone."""
         self._is_frozen = False
 
     def observe_target(self, tokens: int, seconds: float) -> None:

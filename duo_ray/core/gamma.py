@@ -132,8 +132,10 @@ class GammaController:
     """Plans the steps of one request.
 
     `acceptance` is what other requests have shown so far. The controller starts from a copy of it (`self.acceptance`:
-    this request's own) and feeds what it observes into both, so that the next request starts wiser; the same with the
-    slowdown of `costs`. A reproducible request brings a fresh `Acceptance` and `costs.frozen()`.
+    this request's own) and feeds what it observes into both, so that the next request starts wiser. A reproducible
+    request brings a fresh `Acceptance` and `costs.frozen()`.
+
+    `slowdown` is for whoever has a clock to feed; what drafting costs beyond the curves lessens what it promises.
 
     Plain decoding begins when no plan is expected to be 1% faster, and ends when one is expected to be 4% faster. In
     between, small probes beside the target's pass keep the estimates alive: each after twice as many steps as the one
@@ -146,13 +148,12 @@ class GammaController:
     _PROBE_SHARE = 0.02
     _SAVED_STEPS = 2.0
     _FREE_GAP, _LONGEST_GAP = 6, 256
-    _LEARNING = 0.2
 
     def __init__(self, policy: Policy, costs: Costs, acceptance: Acceptance) -> None:
         self.acceptance = acceptance.for_request()
         self.costs = costs
         self._pooled = acceptance
-        self._slowdown = costs.slowdown.copy(learning=self._LEARNING)
+        self.slowdown = Slowdown()
         self._policy = policy
         self._leads, self._gammas, self._allowed = choices(policy)
         self._choice: tuple[int, int] | None = None
@@ -176,11 +177,6 @@ class GammaController:
             self._gap = self._wait = 1
             return Plan(lead, gamma, gamma > 0, "fixed" if self._allowed.sum() == 1 else "auto")
         return self._probe() or Plan(0, 0, False, f"plain: drafting {gain:.2f}x of plain decoding")
-
-    @property
-    def slowdowns(self) -> tuple[Slowdown, ...]:
-        """What learns from the time a step of this request alone takes: its own, and that of all such requests."""
-        return self._slowdown, self.costs.slowdown
 
     def observe_reading(self, read: int, behind: int) -> None:
         """The draft read `read` ids of its own for `behind` ids of the target's."""
@@ -235,7 +231,7 @@ class GammaController:
         """Rate of a plan as a multiple of plain decoding's, with the draft's true speed and what it slows down."""
         costs = self.costs
         rate = self._rates(np.array([float(lead)]), np.array([float(gamma)]), 1.0)
-        return float(rate[0, 0]) * (costs.target_seconds(1) + costs.overhead) / (1.0 + self._slowdown.extra)
+        return float(rate[0, 0]) * (costs.target_seconds(1) + costs.overhead) / (1.0 + self.slowdown.extra)
 
     def _rates(self, leads: Array, gammas: Array, speed: float) -> Array:
         chances = self.acceptance
@@ -263,7 +259,7 @@ class GammaController:
         else:
             plan = Plan(0, size, True, PROBE)
             block = max(0.0, size * token - second) + self.acceptance.head * (costs.target_seconds(size) - second)
-        cost = block + self._lead_cost(plan.lead) + second * self._slowdown.extra
+        cost = block + self._lead_cost(plan.lead) + second * self.slowdown.extra
         if plan.overlap and policy.lead is None and fits >= 4 and cost + self._lead_cost(1) <= self._savings:
             plan, cost = replace(plan, lead=1), cost + self._lead_cost(1)
         if cost > self._savings:

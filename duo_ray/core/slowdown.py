@@ -12,12 +12,11 @@ class Slowdown:
     own for this text than for others: nothing of that is in the curves, and all of it is in the time between two steps.
     """
 
-    _FORGETTING = 0.005
+    _LEARNING, _FORGETTING = 0.2, 0.005
 
-    def __init__(self, drafting: float = 0.0, *, learning: float = 0.2) -> None:
-        """`drafting` is what is assumed before any step was timed, log-seconds; `learning` the weight of a new one."""
+    def __init__(self, drafting: float = 0.0) -> None:
+        """`drafting` is what is assumed before any step was timed, log-seconds."""
         self._plain, self._drafting = 0.0, drafting
-        self._learning = learning
 
     def observe(self, *, drafting: bool, expected: float, elapsed: float) -> None:
         """A step, with a draft at work or not, was expected to take so many seconds, and took so many."""
@@ -25,9 +24,9 @@ class Slowdown:
             return
         surprise = min(max(math.log(elapsed / expected), -1.0), 1.0)
         if drafting:
-            self._drafting += self._learning * (surprise - self._drafting)
+            self._drafting += self._LEARNING * (surprise - self._drafting)
         else:
-            self._plain += self._learning * (surprise - self._plain)
+            self._plain += self._LEARNING * (surprise - self._plain)
             # What drafting costs besides is forgotten slowly, so that it is tried again.
             self._drafting += self._FORGETTING * (self._plain - self._drafting)
 
@@ -35,9 +34,3 @@ class Slowdown:
     def extra(self) -> float:
         """What a draft at work adds to a step, as a share of it; never below 0."""
         return math.expm1(max(0.0, self._drafting - self._plain))
-
-    def copy(self, *, learning: float) -> Slowdown:
-        """The same, to learn on by itself."""
-        twin = Slowdown(self._drafting, learning=learning)
-        twin._plain = self._plain
-        return twin
