@@ -118,8 +118,9 @@ class Run(Generic[Probs]):
             tokens, stats.first_token = [], self._clock()
         patience = 0.0
         if job is not None and not first and decoding.worth_waiting:
-            waited, rows = self._clock() - sent, len(self._rounds)
-            patience = self._planner.patience(decoding.controller.costs, job.budget, waited=waited, rows=rows)
+            waited, rows, controller = self._clock() - sent, len(self._rounds), decoding.controller
+            tokens_asked = controller.usual_tokens(job.budget)
+            patience = self._planner.patience(controller.costs, tokens_asked, waited=waited, rows=rows)
         block = await self._collect(patience)
         # One message a step: each costs the processes at both ends time that the models could use.
         emit(tokens + decoding.settle())
@@ -148,7 +149,8 @@ class Run(Generic[Probs]):
             with self._rounds.away(self):
                 await asyncio.wait([self._pending])
         else:
-            patience = self._planner.lead_patience(self.decoding.controller.costs, job.budget, rows=len(self._rounds))
+            controller, rows = self.decoding.controller, len(self._rounds)
+            patience = self._planner.lead_patience(controller.costs, controller.usual_tokens(job.budget), rows=rows)
             await asyncio.wait([self._pending], timeout=patience)
             self._rounds.led(self)
         if not self._pending.done():

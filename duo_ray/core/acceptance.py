@@ -60,13 +60,19 @@ def _divergence(p: float, q: float) -> float:
 class Acceptance:
     """Running chances that drafting succeeds: of one request, or of all requests of a pipeline as their prior."""
 
-    __slots__ = ("_head", "_token", "sharpness")
+    __slots__ = ("_head", "_pace_rate", "_token", "pace", "sharpness")
+
+    _POOL_RATE, _REQUEST_RATE = 0.03, 0.3
+    """How much one more block says about the pace."""
 
     def __init__(self) -> None:
         self._token = _Chance(0.8)
         self._head = _Chance(0.7)
         self.sharpness = 0.5
         """Temperature at which the draft's probability of its best head is the chance that greedy decoding takes it."""
+        self.pace = 1.0
+        """How many times as long a drafted token takes in these texts as the draft's costs say; see `DraftBlock`."""
+        self._pace_rate = self._POOL_RATE
 
     @property
     def token(self) -> float:
@@ -90,6 +96,10 @@ class Acceptance:
         if bet_won is not None:
             self._head.observe(int(bet_won), int(not bet_won))
 
+    def observe_pace(self, pace: float) -> None:
+        """That of a block."""
+        self.pace += self._pace_rate * (min(pace, 4.0) - self.pace)
+
     def calibrate(self, chance: float, *, won: bool) -> None:
         """The best head was given `chance` at the present sharpness, and won or lost its bet (greedy requests).
 
@@ -102,6 +112,6 @@ class Acceptance:
     def for_request(self) -> Acceptance:
         """What a new request starts from: the same chances, sooner to be corrected by its own text."""
         twin = Acceptance()
-        twin.sharpness = self.sharpness
+        twin.sharpness, twin.pace, twin._pace_rate = self.sharpness, self.pace, self._REQUEST_RATE
         twin._token, twin._head = self._token.for_request(), self._head.for_request()
         return twin

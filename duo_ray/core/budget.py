@@ -211,10 +211,15 @@ class SharedBudget:
     def _seconds(self, seats: Sequence[Seat], plans: Sequence[Plan], rows: int, drafts: int) -> float:
         """How long the coming round should take."""
         costs = self.costs
-        leads = [plan.lead for seat, plan in zip(seats, plans, strict=True) if plan.lead and not seat.hand]
-        lead_seconds = max(leads, default=0) * costs.draft_seconds(max(1.0, len(leads) / drafts))
-        writing = [(plan.gamma, seat.behind) for seat, plan in zip(seats, plans, strict=True)]
-        tokens = rows + sum(seat.hand for seat in seats) + sum(leads)
+        leading = [
+            (seat.controller, plan.lead) for seat, plan in zip(seats, plans, strict=True) if plan.lead and not seat.hand
+        ]
+        longest = max((controller.usual_tokens(lead) for controller, lead in leading), default=0)
+        lead_seconds = longest * costs.draft_seconds(max(1.0, len(leading) / drafts))
+        writing = [
+            (seat.controller.usual_tokens(plan.gamma), seat.behind) for seat, plan in zip(seats, plans, strict=True)
+        ]
+        tokens = rows + sum(seat.hand for seat in seats) + sum(lead for _, lead in leading)
         drafting = draft_call_seconds(costs, writing, drafts)
         return lead_seconds + max(costs.target_seconds(tokens), drafting) + costs.overhead
 

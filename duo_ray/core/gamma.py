@@ -114,7 +114,7 @@ def tokens_per_second(
 
     tails = np.maximum(share * gammas - 1.0, 0.0)
     decodes = np.minimum(tails + 1.0, gammas)
-    more_to_read = (costs.draft_seconds(max(1.0, reading)) - costs.draft_seconds(1)) / speed
+    more_to_read = costs.draft_seconds(max(1.0, reading)) - costs.draft_seconds(1)
     drafting = decodes * costs.draft_curve(gammas / np.maximum(decodes, 1.0)) / speed + more_to_read * (gammas > 0)
     lead_seconds = leads * (costs.draft_seconds(1) / speed) + more_to_read * (leads > 0)
     empty_seconds = (lead_seconds + costs.overhead)[:, None] + np.maximum(
@@ -182,6 +182,19 @@ class GammaController:
         """The draft read `read` ids of its own for `behind` ids of the target's."""
         self._reading += 0.3 * (max(1.0, read / max(1, behind)) - self._reading)
 
+    def observe_pace(self, pace: float) -> None:
+        """See `Acceptance.observe_pace`; learned for this request and for those after it."""
+        for acceptance in (self.acceptance, self._pooled):
+            acceptance.observe_pace(pace)
+
+    def usual_tokens(self, count: int) -> int:
+        """Tokens of a usual text that take the draft as long as `count` of this one."""
+        return math.ceil(count * self.acceptance.pace - 1e-9)
+
+    def _draft_seconds(self, width: int) -> float:
+        """Of a drafted token of this text, in so many sequences at once."""
+        return self.costs.draft_seconds(width) * self.acceptance.pace
+
     def calibrate(self, chance: float, *, won: bool) -> None:
         """See `Acceptance.calibrate`; learned for this request and for those after it."""
         for acceptance in (self.acceptance, self._pooled):
@@ -193,10 +206,10 @@ class GammaController:
         While a block of `gamma` tokens is done before the target, their number is all that counts. When the target
         would wait for the draft, time counts, and a wider decode is cheaper than one more.
         """
-        one = self.costs.draft_seconds(1)
+        one = self._draft_seconds(1)
         if gamma * one <= self.costs.target_seconds(1):
             return 1.0
-        return min(1.0, max(0.05, self.costs.draft_seconds(2) / one - 1.0))
+        return min(1.0, max(0.05, self._draft_seconds(2) / one - 1.0))
 
     def observe(self, *, proposed: int, accepted: int, bet_won: bool | None, gamma: int, best_tail: int | None) -> None:
         """How a step ended.
@@ -218,7 +231,7 @@ class GammaController:
         """(lead, gamma) with the highest rate; the one before stays while it is within 1% of that."""
         rates = np.where(self._allowed, self._rates(self._leads, self._gammas, self._policy.gamma_scale), 0.0)
         if self._policy.draft_budget is None and self._policy.overlap is not False and not self.acceptance.known:
-            ratio = self._policy.gamma_scale * self.costs.target_seconds(1) / self.costs.draft_seconds(1)
+            ratio = self._policy.gamma_scale * self.costs.target_seconds(1) / self._draft_seconds(1)
             start = min(max(round(ratio), self._policy.gamma_min), self._policy.gamma_max)
             rates[:, self._gammas != start] = 0.0
         best = divmod(int(rates.argmax()), rates.shape[1])
@@ -236,8 +249,8 @@ class GammaController:
     def _rates(self, leads: Array, gammas: Array, speed: float) -> Array:
         chances = self.acceptance
         return tokens_per_second(
-            leads, gammas, self.costs, token=chances.token, head=chances.head, share=self.share, speed=speed,
-            reading=self._reading,
+            leads, gammas, self.costs, token=chances.token, head=chances.head, share=self.share,
+            speed=speed / chances.pace, reading=self._reading,
         )  # fmt: skip
 
     def _probe(self) -> Plan | None:
@@ -246,7 +259,7 @@ class GammaController:
         self._wait -= 1
         if self._wait > 0:
             return None
-        second, token = costs.target_seconds(1), costs.draft_seconds(1)
+        second, token = costs.target_seconds(1), self._draft_seconds(1)
         fits = int(second / token) - 1  # one decode less: the draft has to catch up with the context
         # With a draft slower than the target its speed is in doubt, not its guesses: one token tells.
         size = min(max(fits, 2), 4) if fits >= 0 else 1
@@ -272,7 +285,7 @@ class GammaController:
     def _lead_cost(self, lead: int) -> float:
         """Seconds a lead adds to plain decoding when none of it is accepted."""
         costs = self.costs
-        return lead * costs.draft_seconds(1) + costs.target_seconds(lead + 1) - costs.target_seconds(1)
+        return lead * self._draft_seconds(1) + costs.target_seconds(lead + 1) - costs.target_seconds(1)
 
 
 def choices(policy: Policy) -> tuple[Array, Array, NDArray[np.bool_]]:

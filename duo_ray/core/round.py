@@ -99,7 +99,7 @@ class RoundPlanner(Generic[P]):
         return leading
 
     def patience(self, costs: Costs, budget: int, *, waited: float, rows: int) -> float:
-        """Seconds to wait from now for `budget` drafted tokens that were asked for `waited` seconds ago.
+        """Seconds to wait from now for `budget` tokens of usual text that were asked for `waited` seconds ago.
 
         `costs` are those of the request's own draft.
 

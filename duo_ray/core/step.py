@@ -374,6 +374,7 @@ class Decoding(Generic[Probs]):
         self._draft_agreed = sent.base
         if sent.gamma:
             self.stats.drafted(block)
+            self.controller.observe_pace(block.pace)
         return sent
 
     def _commit_drawn(self, ending: _Ending, origin: Origin) -> list[Token]:

@@ -242,8 +242,8 @@ class TranslatingDraft:
                 found[None] = DraftSequence(None, ids, sequence.chance)
         sequences = sorted(found.values(), key=lambda sequence: -sequence.chance)
         longest = max((len(_all_ids(sequence)) for sequence in sequences), default=0)
-        timings = _per_target_token(block.token_seconds, longest)
-        return replace(block, sequences=tuple(sequences), token_seconds=timings)
+        timings, pace = _per_target_token(block.token_seconds, longest, usual=self._ratio)
+        return replace(block, sequences=tuple(sequences), token_seconds=timings, pace=pace)
 
     def _settled(self, text: bytes, special: int | None, *, chat: bool) -> Ids:
         """The target's ids of drafted text, as far as no further text can change them."""
@@ -296,17 +296,26 @@ def _whole_characters(text: bytes) -> str:
         return text[: error.start].decode()
 
 
-def _per_target_token(timings: Sequence[tuple[int, float]], tokens: int) -> tuple[tuple[int, float], ...]:
-    """Seconds per decode of a block as seconds per target token, of which its longest sequence has `tokens`."""
-    scale = (len(timings) + 1) / max(tokens, 1)  # the first token came from the decode that read the context
+def _per_target_token(
+    timings: Sequence[tuple[int, float]], tokens: int, *, usual: float
+) -> tuple[tuple[tuple[int, float], ...], float]:
+    """Seconds per decode of a block as seconds per target token, of which its longest sequence has `tokens`.
+
+    The seconds are those of a text that takes the `usual` number of decodes for a token, so that the times of different
+    texts can be compared; beside them stands what multiple of that number this text took.
+    """
+    if not timings:
+        return (), 1.0
+    decodes = (len(timings) + 1) / max(tokens, 1)  # the first token came from the decode that read the context
     by_width: dict[int, list[float]] = {}
     for width, seconds in timings:
         by_width.setdefault(width, []).append(seconds)
-    return tuple(
-        (width, fmean(seconds) * scale)
+    per_token = tuple(
+        (width, fmean(seconds) * usual)
         for width, seconds in by_width.items()
-        for _ in range(max(1, round(len(seconds) / scale)))
+        for _ in range(max(1, round(len(seconds) / decodes)))
     )
+    return per_token, decodes / usual
 
 
 def _turn_end(target: Vocabulary) -> int | None:

@@ -46,6 +46,9 @@ class Fixed(GammaController):
     def observe_reading(self, read, behind):
         pass
 
+    def observe_pace(self, pace):
+        pass
+
     def width_cost(self, gamma):
         return 0.5
 

@@ -376,3 +376,17 @@ def test_what_a_draft_reads_after_plain_steps_counts_for_each_of_them() -> None:
             controller.observe_reading(read, behind)
             controller.observe(proposed=2, accepted=2, bet_won=True, gamma=3, best_tail=2)
     assert controllers[0].plan() == controllers[1].plan()
+
+
+def test_a_text_of_which_the_draft_needs_more_tokens_is_drafted_less_and_teaches_later_ones_little() -> None:
+    costs, pooled = calibrated(World(ratio=8)), known(0.9, 0.9)
+    usual, slow = (GammaController(Policy(), costs, pooled) for _ in range(2))
+    for _ in range(10):
+        usual.observe_pace(1.0)
+        slow.observe_pace(3.0)
+    assert 1 <= slow.plan().gamma < usual.plan().gamma
+    assert slow.usual_tokens(4) == pytest.approx(12, abs=1)
+    assert usual.usual_tokens(4) == 4
+    next_one = GammaController(Policy(), costs, pooled)
+    assert next_one.acceptance.pace < 1.7
+    assert next_one.plan().gamma > slow.plan().gamma
