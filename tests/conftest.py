@@ -7,7 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,6 +33,22 @@ def _gpu_with(*packages: str) -> bool:
     import torch
 
     return torch.cuda.is_available() and all(find_spec(package) for package in packages)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray that commands of this module join: not each of them has to start one."""
+    import ray
+
+    from duo_ray.actors.launch import start_local
+
+    start_local([{"CPU": 16.0, "draft_cpu": 8.0}])
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+            yield
+    finally:
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -63,6 +63,7 @@ def test_a_wrong_setting_is_one_line_before_any_actor_starts(arguments, words, m
 
 @pytest.mark.ray
 @pytest.mark.models
+@pytest.mark.usefixtures("cluster")
 def test_generate_json_is_one_object_with_text_ids_usage_and_stats(tmp_path):
     trace = tmp_path / "trace.json"
     done = run(
@@ -90,6 +91,7 @@ def test_generate_json_is_one_object_with_text_ids_usage_and_stats(tmp_path):
 
 @pytest.mark.ray
 @pytest.mark.models
+@pytest.mark.usefixtures("cluster")
 def test_text_streams_to_standard_output_and_the_figures_to_standard_error():
     done = run("generate", "--temperature", "0", "--max-tokens", "8", *SMALL, "-", input="Explain gravity.")
     assert done.returncode == 0, done.stderr
@@ -100,6 +102,7 @@ def test_text_streams_to_standard_output_and_the_figures_to_standard_error():
 
 @pytest.mark.ray
 @pytest.mark.models
+@pytest.mark.usefixtures("cluster")
 def test_colours_show_origins_with_a_legend():
     done = run(
         "generate", "--color", "--temperature", "0", "--max-tokens", "40", *SMALL, "Count from one to forty in words."
@@ -110,6 +113,7 @@ def test_colours_show_origins_with_a_legend():
 
 @pytest.mark.ray
 @pytest.mark.models
+@pytest.mark.usefixtures("cluster")
 def test_check_counts_equal_answers(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Hi"}\n{"turns": ["Count to five.", "And on."]}\n')

@@ -13,6 +13,7 @@ from tests.test_cli import SMALL, run
 
 @pytest.mark.ray
 @pytest.mark.models
+@pytest.mark.usefixtures("cluster")
 def test_a_coarse_draft_is_diagnosed_with_json_and_html(tmp_path):
     prompts, report = tmp_path / "prompts.jsonl", tmp_path / "report.html"
     prompts.write_text('{"prompt": "Why does ice float?"}\n{"turns": ["Count from one to ten in words."]}\n')

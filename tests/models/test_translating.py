@@ -279,8 +279,8 @@ def test_released_requests_are_forgotten_on_both_sides():
 def test_seconds_are_told_per_token_of_the_target():
     block = Typed().ask([6], (0, 1, 2, 5, 4, 8))  # 6 draft tokens, 2 of the target settled
     assert texts(block) == [[" world", " is"]]
-    assert [seconds for _, seconds in block.token_seconds] == pytest.approx([0.01] * 2)  # as of a usual text
-    assert block.pace == pytest.approx(6 / 2)
+    assert [seconds for _, seconds in block.token_seconds] == pytest.approx([0.01 * 1.5] * 2)  # as of a usual text
+    assert block.pace == pytest.approx(6 / 2 / 1.5)
 
 
 def test_sampled_requests_are_drafted_greedily_with_the_chances_of_their_temperature():
