@@ -62,7 +62,7 @@ class Acceptance:
 
     __slots__ = ("_head", "_pace_rate", "_token", "pace", "sharpness")
 
-    _POOL_RATE, _REQUEST_RATE = 0.03, 0.3
+    _POOL_RATE, _REQUEST_RATE = 0.03, 0.15
     """How much one more block says about the pace."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Acceptance:
 
     def observe_pace(self, pace: float) -> None:
         """That of a block."""
-        self.pace += self._pace_rate * (min(pace, 4.0) - self.pace)
+        self.pace += self._pace_rate * (min(pace, 3.0) - self.pace)
 
     def calibrate(self, chance: float, *, won: bool) -> None:
         """The best head was given `chance` at the present sharpness, and won or lost its bet (greedy requests).

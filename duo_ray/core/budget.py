@@ -53,14 +53,6 @@ class Seat:
     """Whether that is still at work for an earlier round."""
 
 
-class _Expected(NamedTuple):
-    """What was expected of a round, and what learns from how it was."""
-
-    drafting: bool
-    seconds: float
-    slowdown: Slowdown
-
-
 class _Choice(NamedTuple):
     """Index of a plan: how many requests draft, which lead, which gamma."""
 
@@ -101,11 +93,8 @@ class SharedBudget:
         self._savings = 0.0
         self._gap = self._wait = 1
         self._slowdown = Slowdown(self._CONTENTION)
-        """Of rounds of several requests."""
-        self._alone: GammaController | None = None
-        """Of the request that was alone in the round before."""
-        self._expected: _Expected | None = None
-        """Of the round before."""
+        self._expected: tuple[bool, float] | None = None
+        """Whether the round before drafted, and how long it should have taken."""
 
     def plan(
         self, seats: Sequence[Seat], *, rows: int, drafts: int = 1, elapsed: float | None = None, busy: bool = False
@@ -119,16 +108,16 @@ class SharedBudget:
             busy: a draft is still at work for an earlier round.
         """
         if self._expected is not None and elapsed is not None:
-            drafting, expected, slowdown = self._expected
-            slowdown.observe(drafting=drafting, expected=expected, elapsed=elapsed)
+            drafting, expected = self._expected
+            self._slowdown.observe(drafting=drafting, expected=expected, elapsed=elapsed)
         self._expected = None
         if seats:
             # Those who use another quantisation of the draft are too few to be worth a sum of their own.
             self.costs = Counter(seat.controller.costs for seat in seats).most_common(1)[0][0]
         if rows == 1:
-            return self._plan_alone(seats, busy=busy)
+            return [seat.controller.plan() for seat in seats]
         if busy:
-            self._expect(seats, (), rows, drafts, drafting=True)
+            self._expected = True, self._seconds((), (), rows, drafts)
         free = [i for i, seat in enumerate(seats) if not seat.busy]
         plans = [Plan(0, 0, False, "draft is busy")] * len(seats)
         for seat in seats:
@@ -138,23 +127,8 @@ class SharedBudget:
             for i, plan in zip(free, shared, strict=True):
                 plans[i] = plan
             at_work = any((plan.gamma or plan.lead or plan.read) and plan.reason != PROBE for plan in plans)
-            self._expect(seats, plans, rows, drafts, drafting=busy or at_work)
+            self._expected = busy or at_work, self._seconds(seats, plans, rows, drafts)
         return plans
-
-    def _plan_alone(self, seats: Sequence[Seat], *, busy: bool) -> list[Plan]:
-        """The request decides for itself; how long its steps take tells it what drafting costs besides."""
-        if seats:
-            [seat] = seats
-            self._alone, plan = seat.controller, seat.controller.plan()
-            waited = [plan] if plan.reason != PROBE else [Plan(plan.lead, 0, False, PROBE)]
-            drafting = bool(plan.gamma or plan.lead)
-            self._expected = _Expected(drafting, self._seconds(seats, waited, 1, 1), self._alone.slowdown)
-            return [plan]
-        # Its draft is late, or it decides without a look at the clock, or it has none.
-        self._alone = self._alone if busy else None
-        if self._alone is not None:
-            self._expected = _Expected(True, self._seconds((), (), 1, 1), self._alone.slowdown)
-        return []
 
     def _plan(self, seats: Sequence[Seat], rows: int, drafts: int, *, all_free: bool) -> list[Plan]:
         """A plan for each of these seats, whose drafts are free."""
@@ -202,11 +176,6 @@ class SharedBudget:
                 plans[i] = Plan(shared.lead, shared.gamma, shared.overlap, "auto")
                 self._turns[seats[i].controller] += 1
         return plans
-
-    def _expect(self, seats: Sequence[Seat], plans: Sequence[Plan], rows: int, drafts: int, *, drafting: bool) -> None:
-        """Note how long the coming round of several requests should take."""
-        planned = seats if plans else ()
-        self._expected = _Expected(drafting, self._seconds(planned, plans, rows, drafts), self._slowdown)
 
     def _seconds(self, seats: Sequence[Seat], plans: Sequence[Plan], rows: int, drafts: int) -> float:
         """How long the coming round should take."""

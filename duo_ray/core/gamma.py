@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from duo_ray.core.acceptance import Acceptance
 from duo_ray.core.costs import LARGEST, Array, Costs
-from duo_ray.core.slowdown import Slowdown
 
 PROBE = "probe"
 """The reason of a plan that drafts only to keep the estimates alive while a request decodes plainly."""
@@ -135,8 +134,6 @@ class GammaController:
     this request's own) and feeds what it observes into both, so that the next request starts wiser. A reproducible
     request brings a fresh `Acceptance` and `costs.frozen()`.
 
-    `slowdown` is for whoever has a clock to feed; what drafting costs beyond the curves lessens what it promises.
-
     Plain decoding begins when no plan is expected to be 1% faster, and ends when one is expected to be 4% faster. In
     between, small probes beside the target's pass keep the estimates alive: each after twice as many steps as the one
     before (up to 6 where they fit beside the pass, 256 where they do not), and only when the time a probe may cost has
@@ -153,7 +150,6 @@ class GammaController:
         self.acceptance = acceptance.for_request()
         self.costs = costs
         self._pooled = acceptance
-        self.slowdown = Slowdown()
         self._policy = policy
         self._leads, self._gammas, self._allowed = choices(policy)
         self._choice: tuple[int, int] | None = None
@@ -241,10 +237,10 @@ class GammaController:
         return int(self._leads[lead]), int(self._gammas[gamma])
 
     def _gain(self, lead: int, gamma: int) -> float:
-        """Rate of a plan as a multiple of plain decoding's, with the draft's true speed and what it slows down."""
+        """Rate of a plan as a multiple of plain decoding's, with the draft's true speed."""
         costs = self.costs
         rate = self._rates(np.array([float(lead)]), np.array([float(gamma)]), 1.0)
-        return float(rate[0, 0]) * (costs.target_seconds(1) + costs.overhead) / (1.0 + self.slowdown.extra)
+        return float(rate[0, 0]) * (costs.target_seconds(1) + costs.overhead)
 
     def _rates(self, leads: Array, gammas: Array, speed: float) -> Array:
         chances = self.acceptance
@@ -272,7 +268,7 @@ class GammaController:
         else:
             plan = Plan(0, size, True, PROBE)
             block = max(0.0, size * token - second) + self.acceptance.head * (costs.target_seconds(size) - second)
-        cost = block + self._lead_cost(plan.lead) + second * self.slowdown.extra
+        cost = block + self._lead_cost(plan.lead)
         if plan.overlap and policy.lead is None and fits >= 4 and cost + self._lead_cost(1) <= self._savings:
             plan, cost = replace(plan, lead=1), cost + self._lead_cost(1)
         if cost > self._savings:

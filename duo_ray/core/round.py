@@ -84,7 +84,7 @@ class RoundPlanner(Generic[P]):
             rows: requests of the pipeline, those included that are busy with something longer than a round.
             now: seconds of any clock.
         """
-        sharing = [each for each in participants if each.shares_budget]
+        sharing = [each for each in participants if each.shares_budget] if rows > 1 else []
         at_work = {each.draft for each in participants if each.waits_for_draft}
         seats = [each.decoding.seat(each.draft, busy=each.draft in at_work) for each in sharing]
         elapsed = now - self._began if self._ordinary == frozenset(participants) else None

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from duo_ray.core.budget import Seat, SharedBudget
-from duo_ray.core.costs import Costs
-from duo_ray.core.gamma import GammaController, Policy
 from duo_ray.core.slowdown import Slowdown
-from tests.core.loop_simulation import known
 
 
 def slower(share: float, steps: int = 40) -> Slowdown:
@@ -44,49 +40,3 @@ def test_one_long_pause_counts_for_little_and_a_clock_set_back_for_nothing() -> 
     slowdown.observe(drafting=True, expected=0.1, elapsed=60.0)
     slowdown.observe(drafting=True, expected=0.1, elapsed=-5.0)
     assert slowdown.extra < 0.4
-
-
-class Alone:
-    """Steps of one request in a world where drafting makes them last longer than its passes would."""
-
-    def __init__(self, costs: Costs, share: float) -> None:
-        self.costs, self.share = costs, share
-        self.budget = SharedBudget(Policy(), costs)
-
-    def seat(self) -> Seat:
-        return Seat(GammaController(Policy(), self.costs, known(0.6, 0.6)), 0, 0)
-
-    def drafted(self, steps: int, seat: Seat) -> list[bool]:
-        """Whether each of a request's steps drafted."""
-        drafted: list[bool] = []
-        elapsed = None
-        for _ in range(steps):
-            [plan] = self.budget.plan([seat], rows=1, elapsed=elapsed)
-            drafted.append(plan.gamma > 0 or plan.lead > 0)
-            expected = self.budget._expected
-            elapsed = None if expected is None else expected.seconds * (1.0 + self.share * drafted[-1])
-        return drafted
-
-
-def world() -> Costs:
-    """The draft is three times as fast as the target."""
-    costs = Costs()
-    for tokens in (1, 8, 32):
-        costs.observe_target(tokens, 0.1 * (1.0 + 0.01 * tokens))
-    for width in (1, 4):
-        costs.observe_draft(width, 0.033 * (1.0 + 0.3 * (width - 1)))
-    return costs
-
-
-def test_a_request_alone_stops_drafting_where_that_takes_longer_than_its_passes() -> None:
-    for share, fewest, most in ((0.0, 40, 40), (0.8, 0, 10)):  # 10: probes
-        alone = Alone(world(), share)
-        assert fewest <= sum(alone.drafted(60, alone.seat())[20:]) <= most
-
-
-def test_probes_find_out_that_drafting_takes_no_longer_any_more() -> None:
-    alone = Alone(world(), 0.8)
-    seat = alone.seat()
-    assert sum(alone.drafted(60, seat)[30:]) < 8
-    alone.share = 0.0
-    assert all(alone.drafted(120, seat)[90:])
