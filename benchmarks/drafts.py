@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import gguf
@@ -64,7 +65,7 @@ def gemma() -> Path:
 
 def gemma_chat() -> Path:
     """The same with a chat template, which a base model lacks."""
-    path = gemma().with_suffix(".chat.gguf")
+    path = gemma().with_suffix(f".{zlib.crc32(GEMMA_TEMPLATE.encode()):08x}.gguf")
     if not path.exists():
         write_with_template(gemma(), GEMMA_TEMPLATE, path)
     return path

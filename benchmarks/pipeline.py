@@ -53,7 +53,7 @@ def measure(duo: Duo, prompt: str, tokens: int, **options: Any) -> Answer:
 def forget(duo: Duo) -> None:
     """Push out what the caches of target and draft keep of earlier prompts, but for the words all chats begin with."""
     for number in range(duo.prepared.config.models.target.slots):
-        duo.generate(f"{number}: nothing", max_tokens=1)
+        duo.generate(f"{number}: nothing", max_tokens=3, draft_budget=1, ignore_eos=True)  # the draft is asked, too
 
 
 def speed(answers: Sequence[Answer]) -> float:

@@ -4,13 +4,13 @@
 
 transformers' universal assisted generation runs the same two models in its own process on all cores; the pipeline
 shares them out between target and draft. For every prompt they answer in turn, the order reversed from prompt to
-prompt, so that drift of the machine's speed hits all alike. No answer finds its prompt in a cache, only the words that
-all chats begin with. EOS is ignored, so that every answer has the same length.
+prompt, so that drift of the machine's speed hits all alike. No answer finds its prompt in a cache. EOS is ignored, so
+that every answer has the same length.
 
 One answer each way says little about one prompt on a machine whose speed changes. So prompts that seem slower than the
 target alone by more than 5% are answered again, without the draft, twice with it, and without, until the geometric
-mean of those turns is two standard errors above or below 0.95, or `--again` turns are over. Of those prompts only what
-was measured then counts for `least`; `surely slow` counts those that ended below.
+mean of five turns or more is two standard errors above or below 0.95, or `--again` turns are over. Of those prompts
+only what was measured then counts for `least`; `slow` counts those that ended below.
 """
 
 from __future__ import annotations
@@ -149,13 +149,14 @@ def run(strategy: str, tokens: int, prompts: Sequence[str], again: int) -> list[
             while len(ratios) < again and undecided(ratios):
                 first, *drafted, last = (ways[way](row["prompt"])[1] for way in ("alone", "duo", "duo", "alone"))
                 ratios.append((first + last) / sum(drafted))
-            row["again"] = ratios
+            if ratios:
+                row["again"] = ratios
     return rows
 
 
 def undecided(ratios: Sequence[float]) -> bool:
     """Whether the geometric mean of these is within two standard errors of `SLOW`."""
-    if len(ratios) < 3:
+    if len(ratios) < 5:
         return True
     away = [math.log(ratio / SLOW) for ratio in ratios]
     error = statistics.stdev(away) / math.sqrt(len(away))
@@ -246,7 +247,7 @@ def summary(strategy: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "vs alone": round(statistics.median(ratios("alone")), 2),
         "least": round(min(certain), 2),
         "measured again": sum("again" in row for row in rows),
-        "surely slow": sum(statistics.geometric_mean(row["again"]) < SLOW for row in sure),
+        "slow": sum(statistics.geometric_mean(row["again"]) < SLOW for row in sure),
         "most": round(max(ratios("alone")), 2),
         "vs transformers": round(statistics.median(ratios("transformers")), 2),
         "accepted/step": round(statistics.median(each["mean_accepted"] for each in stats), 2),

@@ -219,9 +219,9 @@ class DraftBlock:
     token_seconds: tuple[tuple[int, float], ...] = ()
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
-    pace: float = 1.0
-    """How many times as long as `token_seconds` says a token took in this text: a draft that speaks other tokens than
-    the target writes more of them for some texts than for others."""
+    pace: float | None = None
+    """How many times as long as `token_seconds` says a token took here, where that depends on the text and on the
+    block's length: a draft that speaks other tokens than the target holds the last of its own back. None: not told."""
 
     @property
     def drafted(self) -> int:

@@ -26,7 +26,8 @@ def test_there_is_something_to_test():
 
 @pytest.mark.ray
 @pytest.mark.models
-def test_the_first_command_of_the_readme_works_on_a_machine_without_ray(tmp_path):
+def test_the_first_command_of_the_readme_works_on_a_machine_without_ray(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     works(FIRST, tmp_path)
 
 

@@ -127,7 +127,7 @@ class DraftActor:
             max_context=self._models[first].max_context,
             memory_bytes=sum(draft.memory_bytes() for draft in self._drafts.values()),
             timings={
-                quant: tuple((width, matches[quant].tokens_per_target_token * seconds) for width, seconds in timings)
+                quant: tuple((width, _decodes_per_token(matches[quant]) * seconds) for width, seconds in timings)
                 for quant, timings in self._timings.items()
             },
             vocabulary=matches[first],
@@ -155,3 +155,8 @@ class DraftActor:
 
         path = wire.listen({"draft": draft}, {"release": self.release})
         return node_id(), path
+
+
+def _decodes_per_token(match: VocabularyMatch) -> float:
+    """Decodes for one token of the target, in a usual text."""
+    return match.tokens_per_target_token if match.strategy is Strategy.STRING else 1.0

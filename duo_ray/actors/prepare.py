@@ -39,6 +39,8 @@ Progress = Callable[[str, float | None], None]
 """Told what start-up is busy with, and how much of it is done (0 to 1, None: unknown)."""
 
 _WARM_UP_SHAPES = 6
+_CALIBRATION = 2
+"""Changes when what is kept of a start comes to mean something else."""
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
         *_stamp(files.path), *chain.from_iterable(map(_stamp, drafts.values() or [None])), processors, plan, engine,
         config.models.target.precision, config.models.target.attn_implementation,
         config.models.target.n_gpu_layers, config.models.target.quantization,
-        version("torch"), version("transformers"), version("llama-cpp-python"),
+        version("torch"), version("transformers"), version("llama-cpp-python"), _CALIBRATION,
     )  # fmt: skip
     calibration_path = calibration_file(*facts)
     kept = read_calibration(calibration_path)
@@ -108,6 +110,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
     optimization = config.optimization
     target = config.models.target
     vocab_size = min(tokenizer.vocab_size, files.vocab_size)
+    opening = chat_opening(TokenizerVocabulary(tokenizer))
     settings = PipelineSettings(
         footprint=_footprint(plan),
         target=TargetSettings(
@@ -128,7 +131,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
             quantization=target.quantization,
             gpu_layers=gpu_layers(config, plan),
             warmup_steps=max(1, -(-optimization.warmup_steps // _WARM_UP_SHAPES)),
-            opening=chat_opening(TokenizerVocabulary(tokenizer)),
+            opening=opening if max(opening, default=0) < vocab_size else (),  # a chat would be refused, not the start
         ),
         drafts=tuple(
             DraftSettings(

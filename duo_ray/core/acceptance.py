@@ -71,7 +71,7 @@ class Acceptance:
         self.sharpness = 0.5
         """Temperature at which the draft's probability of its best head is the chance that greedy decoding takes it."""
         self.pace = 1.0
-        """How many times as long a drafted token takes in these texts as the draft's costs say; see `DraftBlock`."""
+        """How many times as long a drafted token takes as the draft's costs say; see `DraftBlock`."""
         self._pace_rate = self._POOL_RATE
 
     @property

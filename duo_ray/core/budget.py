@@ -53,6 +53,17 @@ class Seat:
     """Whether that is still at work for an earlier round."""
 
 
+class Chances(NamedTuple):
+    """What is to be expected of a request's blocks."""
+
+    head: float
+    token: float
+    share: float = 1.0
+    """How much of gamma the best sequence gets."""
+    pace: float = 1.0
+    """See `Acceptance.pace`."""
+
+
 class _Choice(NamedTuple):
     """Index of a plan: how many requests draft, which lead, which gamma."""
 
@@ -218,9 +229,10 @@ class SharedBudget:
 
     def _best(self, seats: Sequence[Seat], rows: int, drafts: int) -> tuple[int, Plan, float]:
         """How many draft, their plan, and the rate as a multiple of plain decoding's."""
+        known = [(seat.controller.acceptance, seat.controller.share) for seat in seats]
         chances = sorted(
-            ((s.controller.acceptance.head, s.controller.acceptance.token, s.controller.share) for s in seats),
-            key=lambda chance: -chance[0] * chance[1],
+            (Chances(each.head, each.token, share, each.pace) for each, share in known),
+            key=lambda chance: -chance.head * chance.token,
         )
         rates = shared_rates(self._leads, self._gammas, self.costs, chances, rows=rows, drafts=drafts)
         none = rates[0, 0, 0]
@@ -300,7 +312,7 @@ def shared_rates(
     leads: Array,
     gammas: Array,
     costs: Costs,
-    chances: Sequence[tuple[float, float, float]],
+    chances: Sequence[Chances],
     *,
     rows: int,
     drafts: int = 1,
@@ -319,13 +331,13 @@ def shared_rates(
     R: those who do not draft get one token a round, which the draft has to read before it is their turn.
 
     Args:
-        chances: (head, token, share of gamma that the best sequence gets) of each request, the worthiest first.
+        chances: of each request, the worthiest first.
         rows: requests of a round, those included that cannot draft.
 
     Returns:
         `[len(chances) + 1, len(leads), len(gammas)]`; s = 0 is plain decoding whatever the lead and gamma.
     """
-    head, token, share = (np.array(column)[:, None, None] for column in zip(*chances, strict=True))
+    head, token, share, pace = (np.array(column)[:, None, None] for column in zip(*chances, strict=True))
     a = np.clip(token, 1e-6, 1.0 - 1e-9)
     lead, gamma = leads[None, :, None], gammas[None, None, :]
     tail = np.maximum(share * gamma - 1.0, 0.0)
@@ -338,14 +350,14 @@ def shared_rates(
     committed = (1.0 - holds) * after_lead + holds * after_tail
     tokens = (1.0 - holds) * lead + holds * tail
     count = np.arange(len(chances) + 1, dtype=np.float64)[:, None, None]
-    mean_share = _summed(share) / np.maximum(count, 1.0)
+    mean_share, mean_pace = (_summed(each) / np.maximum(count, 1.0) for each in (share, pace))
     decodes = np.minimum(np.maximum(mean_share * gamma, 1.0), gamma)
     width = count * gamma / np.maximum(decodes, 1.0) / drafts
     reading = (len(chances) - count) / drafts * costs.draft_curve(float(_READ_ALONE)) / _READ_ALONE
-    drafting = (decodes * costs.draft_curve(np.maximum(width, 1.0)) + reading) * (count > 0)
+    drafting = (decodes * costs.draft_curve(np.maximum(width, 1.0)) * mean_pace + reading) * (count > 0)
     leading = _summed(1.0 - holds) / drafts
     someone = 1.0 - np.exp(_summed(np.log(np.maximum(holds, 1e-12))))
-    lead_seconds = someone * lead * costs.draft_curve(np.maximum(leading, 1.0))
+    lead_seconds = someone * lead * costs.draft_curve(np.maximum(leading, 1.0)) * mean_pace
     seconds = lead_seconds + np.maximum(costs.target_curve(rows + _summed(tokens)), drafting) + costs.overhead
     return np.asarray((rows + _summed(committed)) / seconds)
 

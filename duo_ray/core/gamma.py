@@ -102,7 +102,7 @@ def tokens_per_second(
     Args:
         share: how much of gamma the best sequence of a block gets, its head included: m = share gamma - 1, written in
             m + 1 decodes that advance gamma / (m + 1) sequences on average. One sequence: share 1, D(gamma) = gamma d.
-        speed: multiplies the draft's speed (`Policy.gamma_scale`).
+        speed: multiplies the speed at which the draft writes (`Policy.gamma_scale`, the pace of the text).
         reading: ids the first decode of a block or lead reads: more than one where a token of the target is several of
             the draft's. They take about what a decode of as many sequences does.
     """
@@ -130,7 +130,7 @@ def tokens_per_second(
 class GammaController:
     """Plans the steps of one request.
 
-    `acceptance` is what other requests have shown so far. The controller starts from a copy of it (`self.acceptance`:
+    `acceptance` is what other requests have shown so far. The controller starts from it (`self.acceptance`:
     this request's own) and feeds what it observes into both, so that the next request starts wiser. A reproducible
     request brings a fresh `Acceptance` and `costs.frozen()`.
 

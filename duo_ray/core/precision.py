@@ -190,7 +190,7 @@ class PrecisionChooser:
                 for each, sign in ((self._tokens, 1), (self._heads, 1), (self._seconds, -1))
             )
             # A quantisation not used lately has the curve of then, and the load of the machine now.
-            speed = costs.draft_seconds(1) / math.exp(seconds)
+            speed = costs.draft_seconds(1) / math.exp(seconds) / self.knowledge[quant].acceptance.pace
             rates[quant] = best_rate(self._policy, costs, token=_chance(token), head=_chance(head), speed=speed)
         return rates
 

@@ -94,12 +94,15 @@ class RoundPlanner(Generic[P]):
         plans = dict(zip(sharing, shared, strict=True))
         chunk = prefill_chunk(self._costs, self._chunk, prefilling=prefilling, streaming=len(participants) - prefilling)
         leading = [each for each in participants if each.begin_round(plans.get(each), chunk)]
-        blocks = [(each.decoding.gamma, each.decoding.behind) for each in participants if not each.prefilling]
+        writing = [each.decoding for each in participants if not each.prefilling]
+        blocks = [(each.controller.usual_tokens(each.gamma), each.behind) for each in writing]
         self._draft_call = draft_call_seconds(self._budget.costs, blocks, self._drafts)
         return leading
 
     def patience(self, costs: Costs, budget: int, *, waited: float, rows: int) -> float:
-        """Seconds to wait from now for `budget` tokens of usual text that were asked for `waited` seconds ago.
+        """Seconds to wait from now for a block that was asked for `waited` seconds ago.
+
+        It has `budget` tokens of usual text; beside other requests, all that the round asks of the draft counts.
 
         `costs` are those of the request's own draft.
 

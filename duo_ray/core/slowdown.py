@@ -14,7 +14,7 @@ class Slowdown:
 
     _LEARNING, _FORGETTING = 0.2, 0.005
 
-    def __init__(self, drafting: float = 0.0) -> None:
+    def __init__(self, drafting: float) -> None:
         """`drafting` is what is assumed before any round was timed, log-seconds."""
         self._plain, self._drafting = 0.0, drafting
 

@@ -87,7 +87,7 @@ class RequestStats:
         # A decode belongs to all sequences it advances, other requests' too. Its last token is not decoded.
         decoded = sum(width for width, _ in block.token_seconds)
         share = min(1.0, max(1, block.drafted - len(block.sequences)) / decoded) if decoded else 1.0
-        self.drafted_seconds += share * block.pace * sum(seconds for _, seconds in block.token_seconds)
+        self.drafted_seconds += share * (block.pace or 1.0) * sum(seconds for _, seconds in block.token_seconds)
         if block.prompt_tokens <= 2:  # the decode behind the first token; a prompt pass is not the cost of a token
             self.drafted_seconds += share * block.prompt_seconds
 

@@ -374,7 +374,8 @@ class Decoding(Generic[Probs]):
         self._draft_agreed = sent.base
         if sent.gamma:
             self.stats.drafted(block)
-            self.controller.observe_pace(block.pace)
+            if block.pace is not None:
+                self.controller.observe_pace(block.pace)
         return sent
 
     def _commit_drawn(self, ending: _Ending, origin: Origin) -> list[Token]:

@@ -298,14 +298,15 @@ def _whole_characters(text: bytes) -> str:
 
 def _per_target_token(
     timings: Sequence[tuple[int, float]], tokens: int, *, usual: float
-) -> tuple[tuple[tuple[int, float], ...], float]:
+) -> tuple[tuple[tuple[int, float], ...], float | None]:
     """Seconds per decode of a block as seconds per target token, of which its longest sequence has `tokens`.
 
     The seconds are those of a text that takes the `usual` number of decodes for a token, so that the times of different
-    texts can be compared; beside them stands what multiple of that number this text took.
+    texts can be compared; beside them stands what multiple of that number this block took, None where nothing came out
+    of it.
     """
     if not timings:
-        return (), 1.0
+        return (), None
     decodes = (len(timings) + 1) / max(tokens, 1)  # the first token came from the decode that read the context
     by_width: dict[int, list[float]] = {}
     for width, seconds in timings:
@@ -315,7 +316,7 @@ def _per_target_token(
         for width, seconds in by_width.items()
         for _ in range(max(1, round(len(seconds) / decodes)))
     )
-    return per_token, decodes / usual
+    return per_token, decodes / usual if tokens else None
 
 
 def _turn_end(target: Vocabulary) -> int | None:

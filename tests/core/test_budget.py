@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from duo_ray.core.acceptance import Acceptance
-from duo_ray.core.budget import Seat, SharedBudget, shared_rates
+from duo_ray.core.budget import Chances, Seat, SharedBudget, shared_rates
 from duo_ray.core.costs import Costs
 from duo_ray.core.gamma import GammaController, Policy, tokens_per_second
 from tests.core.loop_simulation import Crowd, World, crowd_rate
@@ -65,7 +65,7 @@ def test_the_formula_for_one_request_is_that_of_the_controller() -> None:
         costs.observe_target(n, 1.0 + 0.01 * n)
     costs.observe_draft(1, 0.2)
     leads, gammas = np.array([0.0, 2.0, 5.0]), np.array([0.0, 2.0, 4.0])  # the target takes longer than the draft
-    [_, rates] = shared_rates(leads, gammas, costs, [(0.6, 0.8, 1.0)], rows=1)
+    [_, rates] = shared_rates(leads, gammas, costs, [Chances(0.6, 0.8)], rows=1)
     alone = tokens_per_second(leads, gammas, costs, token=0.8, head=0.6)
     # A lead is counted for the share of rounds that begin with one, not in each of them: the same time in the long run.
     np.testing.assert_allclose(rates, alone, rtol=0.01)
@@ -74,7 +74,7 @@ def test_the_formula_for_one_request_is_that_of_the_controller() -> None:
 def test_nobody_drafting_is_plain_batched_decoding_whatever_the_plan() -> None:
     costs = Costs()
     costs.observe_target(8, 2.0)
-    rates = shared_rates(np.array([0.0, 3.0]), np.array([0.0, 4.0]), costs, [(0.5, 0.5, 1.0)] * 4, rows=8)
+    rates = shared_rates(np.array([0.0, 3.0]), np.array([0.0, 4.0]), costs, [Chances(0.5, 0.5)] * 4, rows=8)
     np.testing.assert_allclose(rates[0], 8 / 2.0, rtol=1e-6)
 
 
@@ -175,6 +175,17 @@ def test_a_round_goes_by_the_draft_that_most_of_its_requests_use() -> None:
     many = budget.plan([*seats(1, Policy(), slow), *seats(3, Policy(), quick)], rows=4)
     assert budget.costs is quick
     assert sum(plan.gamma for plan in few) < sum(plan.gamma for plan in many)
+
+
+def test_texts_that_take_more_of_the_drafts_tokens_are_drafted_less() -> None:
+    costs = known_costs(4)
+    usual, slow = seats(2, Policy(), costs), seats(2, Policy(), costs)
+    for seat in slow:
+        for _ in range(20):
+            seat.controller.observe_pace(3.0)
+    for planned, drafted in ((usual, True), (slow, False)):
+        plans = SharedBudget(Policy(), costs).plan(planned, rows=2)
+        assert any(plan.gamma > 0 for plan in plans) == drafted
 
 
 def test_a_round_that_was_not_planned_here_teaches_nothing() -> None:

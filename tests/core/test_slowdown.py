@@ -1,4 +1,4 @@
-"""What drafting costs besides is learned from the time of steps, and forgotten."""
+"""What drafting costs besides is learned from the time of rounds, and forgotten."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from duo_ray.core.slowdown import Slowdown
 
 
 def slower(share: float, steps: int = 40) -> Slowdown:
-    """Steps took as long as expected without drafting, and longer by `share` with it."""
-    slowdown = Slowdown()
+    """Rounds took as long as expected without drafting, and longer by `share` with it."""
+    slowdown = Slowdown(0.0)
     for step in range(steps):
         drafting = step % 2 == 0
         slowdown.observe(drafting=drafting, expected=0.1, elapsed=0.1 * (1.0 + share * drafting))
@@ -17,12 +17,12 @@ def slower(share: float, steps: int = 40) -> Slowdown:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
-def test_what_steps_with_a_draft_take_longer_is_learned(share: float) -> None:
+def test_what_rounds_with_a_draft_take_longer_is_learned(share: float) -> None:
     assert slower(share).extra == pytest.approx(share, abs=0.03)
 
 
-def test_what_slows_all_steps_alike_is_no_cost_of_drafting() -> None:
-    slowdown = Slowdown()
+def test_what_slows_all_rounds_alike_is_no_cost_of_drafting() -> None:
+    slowdown = Slowdown(0.0)
     for step in range(60):
         slowdown.observe(drafting=step % 2 == 0, expected=0.1, elapsed=0.17)
     assert slowdown.extra == pytest.approx(0.0, abs=0.02)
