@@ -18,7 +18,7 @@ from tests.deployments.tiny_pair import PROMPT, tiny_pair
 pytestmark = pytest.mark.ray
 
 ASK = {"raw": True, "temperature": 0.0, "ignore_eos": True}
-LONG = ASK | {"max_tokens": 800}
+LONG = ASK | {"max_tokens": 2000}
 """Several seconds of work: long enough to lose a node in the middle of it."""
 
 
