@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -37,6 +38,7 @@ class Machine:
     numa_nodes: tuple[tuple[int, ...], ...]
     """Cores of each NUMA node, those of `cores` only; one node where the machine has none."""
     memory_total: int
+    """Bytes, of the machine or of what a container may take."""
     memory_available: int
     cpu: str
     isa: frozenset[str]
@@ -56,14 +58,14 @@ def detect_machine(root: Path = _ROOT) -> Machine:
     """What this process may use. Never raises for something missing. `root` is where /proc and /sys hang."""
     present = _core_list(root / "sys/devices/system/cpu/online") or tuple(range(os.cpu_count() or 1))
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else present
-    memory = psutil.virtual_memory()
+    memory_total, memory_available = _memory(root)
     cpu, isa = _cpu(root)
     return Machine(
         cores=cores,
         present=present,
         numa_nodes=_numa_nodes(root, cores),
-        memory_total=memory.total,
-        memory_available=memory.available,
+        memory_total=memory_total,
+        memory_available=memory_available,
         cpu=cpu,
         isa=isa,
         gpus=list_gpus(),
@@ -104,22 +106,51 @@ def _cpu(root: Path) -> tuple[str, frozenset[str]]:
     return name, frozenset(feature for feature, any_of in _ISA.items() if any_of & flags)
 
 
+def _memory(root: Path) -> tuple[int, int]:
+    """Bytes in all and free: what the machine has, or less where the cgroup allows less, at the tightest level."""
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    for level, version in _cgroup(root, "memory"):
+        names = _MEMORY_FILES[version]
+        limit, used = (_number(_read(level / name)) for name in (names.limit, names.used))
+        if limit is None or used is None:  # "max": no limit
+            continue
+        cached = next((line for line in _read(level / "memory.stat").splitlines() if line.startswith(names.cached)), "")
+        total = min(total, limit)
+        available = min(available, max(0, limit - used + (_number(cached.rpartition(" ")[2]) or 0)))
+    return total, available
+
+
+class _MemoryFiles(NamedTuple):
+    limit: str
+    used: str
+    cached: str
+    """The line of memory.stat that counts pages which are given up when memory runs short."""
+
+
+_MEMORY_FILES = {
+    1: _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
+    2: _MemoryFiles("memory.max", "memory.current", "inactive_file "),
+}
+
+
 def _cpu_limit(root: Path) -> float | None:
     """Cores' worth of time the cgroup allows: cpu.max (v2) or the CFS quota (v1), the least over all levels."""
-    limits = []
+    read = {1: _quota_v1, 2: _quota_v2}
+    limits = [read[version](level) for level, version in _cgroup(root, "cpu")]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _cgroup(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Directories of this process's control group and of those around it, and the version (1 or 2) of their files."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
-        if number == "0" and not controllers:
-            base, read = root / "sys/fs/cgroup", _quota_v2
-        elif "cpu" in controllers.split(","):
-            base, read = root / "sys/fs/cgroup/cpu", _quota_v1
-        else:
-            continue
         # Inside a container the path is often the host's, and only the mount's root exists.
-        limits += [read(level) for level in _levels(base, group)]
-    known = [limit for limit in limits if limit is not None]
-    return min(known, default=None)
+        if number == "0" and not controllers:
+            yield from ((level, 2) for level in _levels(root / "sys/fs/cgroup", group))
+        elif controller in controllers.split(","):
+            yield from ((level, 1) for level in _levels(root / "sys/fs/cgroup" / controller, group))
 
 
 def _levels(base: Path, group: str) -> Iterator[Path]:
@@ -129,6 +160,10 @@ def _levels(base: Path, group: str) -> Iterator[Path]:
         if name and name != "..":  # a namespace may show the group as /../..
             path /= name
             yield path
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
 
 
 def _quota_v2(group: Path) -> float | None:

@@ -43,6 +43,13 @@ def test_numa_nodes_come_in_numeric_order(tmp_path: Path, monkeypatch: pytest.Mo
     assert detect_machine(tmp_path).numa_nodes == ((0, 1), (2, 3), (4,))
 
 
+def pretend(root: Path, group: str, files: dict[str, str]) -> None:
+    """Write what /proc and /sys say in a control group."""
+    for name, text in {"proc/self/cgroup": group, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+
+
 @pytest.mark.parametrize(
     ("group", "files", "limit"),
     [
@@ -67,10 +74,61 @@ def test_numa_nodes_come_in_numeric_order(tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_a_container_limit_is_found(tmp_path: Path, group: str, files: dict[str, str], limit: float | None) -> None:
-    for name, text in {"proc/self/cgroup": group, **files}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
+    pretend(tmp_path, group, files)
     assert detect_machine(tmp_path).cpu_limit == limit
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "total", "available"),
+    [
+        (
+            "0::/",
+            {
+                "sys/fs/cgroup/memory.max": f"{2 * GIB}",
+                "sys/fs/cgroup/memory.current": f"{GIB}",
+                "sys/fs/cgroup/memory.stat": f"anon 5\nfile {GIB}\nactive_file 7\ninactive_file {GIB // 2}",
+            },
+            2 * GIB,
+            3 * GIB // 2,
+        ),
+        (
+            "0::/pod/box",  # what is around it is tighter
+            {
+                "sys/fs/cgroup/pod/box/memory.max": "max",
+                "sys/fs/cgroup/pod/box/memory.current": "5",
+                "sys/fs/cgroup/pod/memory.max": f"{GIB}",
+                "sys/fs/cgroup/pod/memory.current": f"{2 * GIB}",
+            },
+            GIB,
+            0,
+        ),
+        (
+            "4:memory:/docker/x\n0::/",
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}",
+                "sys/fs/cgroup/memory/memory.stat": f"inactive_file 9\ntotal_inactive_file {GIB // 4}",
+            },
+            2 * GIB,
+            5 * GIB // 4,
+        ),
+    ],
+)
+def test_a_containers_memory_is_what_there_is(
+    tmp_path: Path, group: str, files: dict[str, str], total: int, available: int
+) -> None:
+    pretend(tmp_path, group, files)
+    machine = detect_machine(tmp_path)
+    assert (machine.memory_total, machine.memory_available) == (total, available)
+
+
+def test_a_limit_beyond_the_machine_is_none(tmp_path: Path) -> None:
+    files = {"memory.limit_in_bytes": str(2**63 - 4096), "memory.usage_in_bytes": "5"}
+    pretend(tmp_path, "4:memory:/", {f"sys/fs/cgroup/memory/{name}": text for name, text in files.items()})
+    assert detect_machine(tmp_path).memory_total == psutil.virtual_memory().total
 
 
 def test_load_has_one_share_for_each_core() -> None:
