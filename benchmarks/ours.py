@@ -21,7 +21,6 @@ from benchmarks.measured import Turn, cpu_seconds, peak_memory
 from duo_ray.actors.coordinator import Coordinator, PipelineInfo
 from duo_ray.actors.draft import DraftActor
 from duo_ray.actors.launch import new_request_id
-from duo_ray.actors.prepare import policy
 from duo_ray.actors.target import TargetActor
 from duo_ray.config import Config
 from duo_ray.session import Duo
@@ -84,7 +83,7 @@ class Engine:
         elif variant.place == "shared":
             on_target = replace(settings.drafts[0], cores=settings.target.cores, threads=len(settings.target.cores))
             drafts = [self._actor(DraftActor, on_target)]
-        loop = replace(settings.coordinator, policy=replace(policy(self.duo.prepared.config), **variant.policy))
+        loop = replace(settings.coordinator, policy=replace(settings.coordinator.policy, **variant.policy))
         coordinator = self._actor(Coordinator, loop, target, drafts, max_concurrency=100)
         info: PipelineInfo = ray.get(coordinator.start.remote())
         return OwnMethod(coordinator, info, variant)

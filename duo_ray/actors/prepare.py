@@ -41,6 +41,8 @@ Progress = Callable[[str, float | None], None]
 _WARM_UP_SHAPES = 6
 _CALIBRATION = 2
 """Changes when what is kept of a start comes to mean something else."""
+_CONTENTION = 0.06
+"""Of two models on one CPU: a pass of the target took 0 to 7% longer beside a busy draft (benchmarks/README.md)."""
 
 
 @dataclass(slots=True)
@@ -151,7 +153,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
         ),
         coordinator=CoordinatorSettings(
             tokenizer_path=str(files.tokenizer_path),
-            policy=policy(config),
+            policy=replace(policy(config), contention=_CONTENTION if plan.device == "cpu" and not anywhere else 0.0),
             max_sequences=optimization.max_sequences,
             prefetch=optimization.prefetch,
             chunk=target.chunked_prefill,

@@ -40,6 +40,9 @@ class Policy:
     """None is auto; False is sequential speculation: a lead, and nothing drafted beside the target."""
     fallback: bool = True
     """Whether a request may go on by plain decoding when drafting does not pay."""
+    contention: float = 0.0
+    """Share by which steps last longer while the draft works, beyond what its own passes take: not 0 where both models
+    run on one CPU. Drafting has to earn that."""
 
     def __post_init__(self) -> None:
         checks: tuple[tuple[str, bool, str], ...] = (
@@ -52,6 +55,7 @@ class Policy:
             ("gamma_min", 1 <= self.gamma_min <= self.gamma_max, f"1 to gamma_max, which is {self.gamma_max}"),
             ("gamma_max", self.gamma_max <= LARGEST, f"gamma_min to {LARGEST}"),
             ("lead", self.lead is None or 0 <= self.lead <= LARGEST, f"0 to {LARGEST}, or auto"),
+            ("contention", 0.0 <= self.contention <= 1.0, "0 to 1"),
         )
         for name, fine, allowed in checks:
             if not fine:
@@ -240,7 +244,7 @@ class GammaController:
         """Rate of a plan as a multiple of plain decoding's, with the draft's true speed."""
         costs = self.costs
         rate = self._rates(np.array([float(lead)]), np.array([float(gamma)]), 1.0)
-        return float(rate[0, 0]) * (costs.target_seconds(1) + costs.overhead)
+        return float(rate[0, 0]) * (costs.target_seconds(1) + costs.overhead) / (1.0 + self._policy.contention)
 
     def _rates(self, leads: Array, gammas: Array, speed: float) -> Array:
         chances = self.acceptance
@@ -268,6 +272,7 @@ class GammaController:
         else:
             plan = Plan(0, size, True, PROBE)
             block = max(0.0, size * token - second) + self.acceptance.head * (costs.target_seconds(size) - second)
+            block += policy.contention * second
         cost = block + self._lead_cost(plan.lead)
         if plan.overlap and policy.lead is None and fits >= 4 and cost + self._lead_cost(1) <= self._savings:
             plan, cost = replace(plan, lead=1), cost + self._lead_cost(1)

@@ -146,6 +146,7 @@ class Loop:
         bet_won = bool(self._random.random() < world.bet) if gamma and accepted == proposed else None
         self._hand = world.tail(gamma) if bet_won else None
         seconds = max(world.target(proposed + 1), world.block_seconds(gamma)) + lead * world.draft(1) + world.overhead
+        seconds *= world.contention if gamma or lead else 1.0
         committed = sum(world.survival(proposed))
         return Step(plan, committed, seconds, proposed, accepted, bet_won, proposed + 1)
 

@@ -135,6 +135,19 @@ def test_a_useless_draft_costs_under_3_percent_of_a_run(ratio: float, token: flo
         assert earned(list(loop.run(controller, costs, 150))) >= 0.97 * plain_rate(world)
 
 
+@pytest.mark.parametrize("ratio", [3.0, 7.0])
+def test_a_draft_that_earns_less_than_it_slows_the_target_down_is_given_up(ratio: float) -> None:
+    world = World(ratio=ratio, token=0.05, noise=0.05, contention=1.08)
+    for seed in range(3):
+        shares = []
+        for policy in (Policy(contention=0.08), Policy()):
+            loop, controller, costs = start(world, seed, policy)
+            shares.append(earned(list(loop.run(controller, costs, 150))) / plain_rate(world))
+        knowing, unknowing = shares
+        assert unknowing < 0.97
+        assert knowing >= 0.97
+
+
 def test_a_concave_target_curve_with_overhead_and_pauses_is_no_obstacle() -> None:
     world = World(
         ratio=7,
@@ -345,6 +358,7 @@ def test_a_request_does_not_see_what_others_learn_meanwhile() -> None:
         ("gamma_min", 33),
         ("gamma_max", 65),
         ("lead", -1),
+        ("contention", -0.1),
     ],
 )
 def test_a_policy_out_of_range_is_refused_by_name(setting: str, value: float) -> None:
