@@ -51,3 +51,12 @@ def test_quantisations_of_the_draft_are_loaded_as_far_as_memory_allows() -> None
         assert [[quant for quant, _ in draft.files] for draft in fitting.drafts] == [loaded.split()], spare
     assert notes[0] == "quantisations of the draft: Q4_1, Q4_0, Q2_K"
     assert notes[2].startswith("quantisations of the draft: Q2_K; Q4_1, Q4_0 would leave less than half of the memory")
+
+
+@pytest.mark.parametrize(("machine", "on_one_cpu"), [("this", True), ("cluster", False)])
+def test_drafting_has_to_earn_more_where_both_models_run_on_one_cpu(machine: str, on_one_cpu: bool) -> None:
+    prepared = prepare(
+        load_config(None, {"models.target.precision": "fp32", "hardware.gpu_type": "none", "hardware.machine": machine})
+    )
+    prepared.claims.release()
+    assert (prepared.settings.coordinator.policy.contention > 0.0) == on_one_cpu
