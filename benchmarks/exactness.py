@@ -90,6 +90,7 @@ def grid(
             )
             for budget, sequences in itertools.product(budgets, arguments.sequences):
                 verdicts: Counter[str] = Counter()
+                tokens_of: Counter[str] = Counter()
                 gaps = []
                 drafted = partial(duo.generate, draft_budget=budget, max_sequences=sequences, **ask)
                 for i, (prompt, answer) in enumerate(zip(prompts, pool.map(drafted, prompts), strict=True)):
@@ -100,10 +101,12 @@ def grid(
                     if verdict != "equal":
                         gaps.append(comparison.as_dict())
                     verdicts[verdict] += 1
+                    stats: dict[str, Any] = answer.stats
+                    tokens_of.update({"drafted": stats["draft_tokens"], "accepted": stats["accepted_tokens"]})
                     progress.advance(task)
                 cells.append(
                     {"precision": precision, "draft": name, "budget": budget or "auto", "sequences": sequences,
-                     **{v: verdicts[v] for v in ("equal", "tie", "different")}, "parted": gaps}
+                     **{v: verdicts[v] for v in ("equal", "tie", "different")}, **tokens_of, "parted": gaps}
                 )  # fmt: skip
                 progress.print({key: value for key, value in cells[-1].items() if key != "parted"})
     return cells
