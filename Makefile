@@ -22,7 +22,7 @@ demo: setup
 
 test: check browser
 	$(BIN)/python -m pytest -n 2 -m "not ray and not models $(PAGE_TESTS)"
-	$(BIN)/python -m pytest -m "(ray or models) $(PAGE_TESTS)"
+	$(BIN)/python -m pytest --durations 25 -m "(ray or models) $(PAGE_TESTS)"
 
 check: setup
 	$(BIN)/ruff check .
