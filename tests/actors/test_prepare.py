@@ -55,8 +55,7 @@ def test_quantisations_of_the_draft_are_loaded_as_far_as_memory_allows() -> None
 
 @pytest.mark.parametrize(("machine", "on_one_cpu"), [("this", True), ("cluster", False)])
 def test_drafting_has_to_earn_more_where_both_models_run_on_one_cpu(machine: str, on_one_cpu: bool) -> None:
-    prepared = prepare(
-        load_config(None, {"models.target.precision": "fp32", "hardware.gpu_type": "none", "hardware.machine": machine})
-    )
+    wanted = {"models.target.precision": "fp32", "models.target.device": "cpu", "hardware.machine": machine}
+    prepared = prepare(load_config(None, wanted))
     prepared.claims.release()
     assert (prepared.settings.coordinator.policy.contention > 0.0) == on_one_cpu
