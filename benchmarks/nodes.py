@@ -24,6 +24,7 @@ from ray.cluster_utils import Cluster
 from rich.progress import track
 
 from benchmarks.pipeline import PROMPTS
+from duo_ray.actors.launch import set_ray_environment
 from duo_ray.config import load_config
 from duo_ray.session import Duo
 
@@ -47,7 +48,7 @@ FIGURES: dict[str, Callable[[Mapping[str, Any]], float]] = {
 @contextlib.contextmanager
 def both_pipelines() -> Iterator[dict[str, Duo]]:
     """A pipeline with its draft on the target's node, and one with its draft elsewhere."""
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    set_ray_environment()
     head = {"num_cpus": 3, "resources": {"draft_cpu": 1}, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     os.environ["RAY_ADDRESS"] = cluster.address

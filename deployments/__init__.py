@@ -26,7 +26,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from deployments.replica import Replica
 from deployments.routing import Router
-from duo_ray.actors.launch import COORDINATOR_MEMORY, connect, prefer_busy_workers, tags_of_cluster
+from duo_ray.actors.launch import COORDINATOR_MEMORY, connect, set_ray_environment, tags_of_cluster
 from duo_ray.actors.prepare import plan_footprint
 from duo_ray.config import Config, load_config
 from duo_ray.hardware.machine import detect_machine
@@ -113,7 +113,7 @@ def _tags() -> frozenset[str]:
     """Which tags the cluster has that the application is for; `serve run` joins or starts it only after this."""
     if ray.is_initialized():
         return tags_of_cluster()
-    prefer_busy_workers()
+    set_ray_environment()
     command = click.get_current_context(silent=True)
     address = (command and command.params.get("address")) or os.environ.get("RAY_ADDRESS")
     if canonicalize_bootstrap_address(address) is None:

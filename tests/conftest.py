@@ -19,6 +19,8 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # Before torch is imported: on tiny models threads only wait for each other, on a busy machine ten times as long as they
 # compute. Whoever means more threads asks for them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As `set_ray_environment` does, for the clusters that tests start themselves.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

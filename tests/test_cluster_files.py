@@ -141,7 +141,8 @@ def started_with(name, role, home, *, cores=16, gpus=0):
         shell(command, home, RAY_HEAD_IP="10.0.0.1")
     first, *arguments = (home / "arguments").read_text().splitlines()
     assert first == "start"
-    assert "RAY_worker_niceness=0" in (home / "environment").read_text().splitlines()
+    environment = (home / "environment").read_text().splitlines()
+    assert {"RAY_worker_niceness=0", "GRPC_ENABLE_FORK_SUPPORT=0"} <= set(environment)
     return start.make_context("start", arguments).params
 
 

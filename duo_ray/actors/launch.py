@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import grpc
 import ray
+from ray._common.network_utils import parse_address
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.state import state as cluster_state
 from ray.actor import ActorHandle
@@ -32,9 +34,11 @@ from duo_ray.closing import Closing
 from duo_ray.types import Delta, DuoRayError, Finished, Request
 
 NAMESPACE = "duo_ray"
-CONNECT_LIMIT_S = 10.0
+CONNECT_LIMIT_S = 30.0
 CLIENT_START_LIMIT_S = 90.0
 """A Ray Client server that answers then starts a process for the client, which takes a busy machine its time."""
+CLIENT_STARTS = 3
+"""How often: a server without `GRPC_ENABLE_FORK_SUPPORT=0` loses one such process in fifteen."""
 PLACEMENT_LIMIT_S = 60.0
 COORDINATOR_MEMORY = 256 * 2**20
 """Bytes its bundle reserves: a bundle must reserve something, and the coordinator needs next to no CPU."""
@@ -216,7 +220,7 @@ def _leave() -> None:
 
 def start_local(bundles: Sequence[dict[str, float]]) -> None:
     """Start a Ray of this process's own with room for these bundles; `ray.shutdown` ends it."""
-    prefer_busy_workers()
+    set_ray_environment()
     total: dict[str, float] = {}
     for bundle in bundles:
         for name, amount in bundle.items():
@@ -233,12 +237,15 @@ def start_local(bundles: Sequence[dict[str, float]]) -> None:
     )
 
 
-def prefer_busy_workers() -> None:
-    """Let the workers of a Ray that this process starts later run at normal priority.
+def set_ray_environment() -> None:
+    """What the processes of a Ray that this process starts later need in their environment, unless it says otherwise.
 
-    At Ray's default niceness of 15 a call between busy workers takes 10 to 25 ms in place of 1 to 2.
+    RAY_worker_niceness: at Ray's default of 15 a call between busy workers takes 10 to 25 ms in place of 1 to 2.
+    GRPC_ENABLE_FORK_SUPPORT: gRPC's own handlers abort the child in one fork of fifteen while other threads use gRPC
+    (ray-project/ray#63202); Ray's processes only fork to run another program, which needs no such handlers.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
 def connect(address: str) -> None:
@@ -250,10 +257,29 @@ def connect(address: str) -> None:
     Raises:
         DuoRayError: no cluster there, no answer, or a refusal.
     """
-    limit = CONNECT_LIMIT_S
+    limit, attempts = CONNECT_LIMIT_S, 1
     if address.startswith("ray://"):
         _ping_client_server(address)
-        limit = CLIENT_START_LIMIT_S
+        limit, attempts = CLIENT_START_LIMIT_S, CLIENT_STARTS
+    elif head := parse_address(address):
+        _knock(address, *head)
+    failure = _init_within(limit, address)
+    while isinstance(failure, ConnectionError) and (attempts := attempts - 1):
+        failure = _init_within(limit, address)
+    if failure:
+        raise _no_way_in(address, _reason(failure)) from failure
+
+
+def _knock(address: str, host: str, port: str) -> None:
+    """Whether anything listens there: Ray itself would keep trying."""
+    try:
+        socket.create_connection((host, int(port)), CONNECT_LIMIT_S).close()
+    except (OSError, ValueError) as error:
+        raise _no_way_in(address, str(error)) from error
+
+
+def _init_within(limit: float, address: str) -> BaseException | None:
+    """`ray.init`, and what went wrong: above all, no end of it after `limit` seconds."""
     failure: list[BaseException] = []
 
     def init() -> None:
@@ -266,9 +292,8 @@ def connect(address: str) -> None:
     thread.start()
     thread.join(limit)
     if thread.is_alive():
-        raise _no_way_in(address, f"no answer within {limit:.0f} s")
-    if failure:
-        raise _no_way_in(address, _reason(failure[0])) from failure[0]
+        return TimeoutError(f"no answer within {limit:.0f} s")
+    return failure[0] if failure else None
 
 
 def _ping_client_server(address: str) -> None:

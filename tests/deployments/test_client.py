@@ -110,15 +110,16 @@ for item in handle.stream.remote("Tell a long story.", max_tokens=560, temperatu
 )
 def test_a_program_that_is_killed_leaves_no_work_behind(service, code, way):
     """Case 18: nobody is left to cancel."""
-    with one_cancelled(service.url):
-        program = subprocess.Popen(
+    with (
+        one_cancelled(service.url),
+        subprocess.Popen(
             [sys.executable, "-c", code, getattr(service, way)],
             stdout=subprocess.PIPE,
             env={**os.environ, "RAY_CLIENT_RECONNECT_GRACE_PERIOD": "0"},  # Ray Client's own wait, 30 s
-        )
+        ) as program,
+    ):
         assert program.stdout.readline() == b"token\n"
         program.send_signal(signal.SIGKILL)
-        program.communicate()
 
 
 OUTSIDE = """

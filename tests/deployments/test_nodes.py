@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -32,16 +33,15 @@ def settings(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(settings):
-    running = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    try:
+    with ExitStack() as stack:
+        running = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        stack.callback(running.shutdown)
         running.add_node(num_cpus=1, num_gpus=1, resources={"target_gpu": 1})
         running.drafts = [running.add_node(num_cpus=1, resources={"draft_cpu": 1}) for _ in range(2)]
         ray.init(running.address, logging_level="ERROR")
+        stack.callback(ray.shutdown)
+        stack.callback(serve.shutdown)
         yield running
-    finally:
-        serve.shutdown()
-        ray.shutdown()
-        running.shutdown()
 
 
 @pytest.fixture(scope="module")
