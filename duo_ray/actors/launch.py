@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import uuid
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -17,11 +16,11 @@ from typing import Any
 
 import grpc
 import ray
-from ray._common.network_utils import parse_address
 from ray._private.grpc_utils import init_grpc_channel
+from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import state as cluster_state
 from ray.actor import ActorHandle
-from ray.core.generated import ray_client_pb2, ray_client_pb2_grpc
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc, ray_client_pb2, ray_client_pb2_grpc
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -34,9 +33,10 @@ from duo_ray.closing import Closing
 from duo_ray.types import Delta, DuoRayError, Finished, Request
 
 NAMESPACE = "duo_ray"
-CONNECT_LIMIT_S = 30.0
-CLIENT_START_LIMIT_S = 90.0
-"""A Ray Client server that answers then starts a process for the client, which takes a busy machine its time."""
+CONNECT_LIMIT_S = 10.0
+"""For a cluster to say that it is there and takes our token."""
+JOIN_LIMIT_S = 90.0
+"""To join it then: Ray Client's server starts a process for us, which takes a busy machine its time."""
 CLIENT_STARTS = 3
 """How often: a server without `GRPC_ENABLE_FORK_SUPPORT=0` loses one such process in fifteen."""
 PLACEMENT_LIMIT_S = 60.0
@@ -249,37 +249,25 @@ def set_ray_environment() -> None:
 
 
 def connect(address: str) -> None:
-    """`ray.init` that says why not within `CONNECT_LIMIT_S`: a cluster that wants a token lets it wait for ever.
+    """`ray.init`, which by itself retries long where nobody listens, and waits for ever where another token is wanted.
 
     Args:
         address: "host:port", "ray://host:port", or "auto" for a cluster on this machine.
 
     Raises:
-        DuoRayError: no cluster there, no answer, or a refusal.
+        DuoRayError: no cluster there, no answer, or a refusal: within `CONNECT_LIMIT_S`.
     """
-    limit, attempts = CONNECT_LIMIT_S, 1
-    if address.startswith("ray://"):
-        _ping_client_server(address)
-        limit, attempts = CLIENT_START_LIMIT_S, CLIENT_STARTS
-    elif head := parse_address(address):
-        _knock(address, *head)
-    failure = _init_within(limit, address)
+    attempts = CLIENT_STARTS if address.startswith("ray://") else 1
+    _ping(address)
+    failure = _init(address)
     while isinstance(failure, ConnectionError) and (attempts := attempts - 1):
-        failure = _init_within(limit, address)
+        failure = _init(address)
     if failure:
         raise _no_way_in(address, _reason(failure)) from failure
 
 
-def _knock(address: str, host: str, port: str) -> None:
-    """Whether anything listens there: Ray itself would keep trying."""
-    try:
-        socket.create_connection((host, int(port)), CONNECT_LIMIT_S).close()
-    except (OSError, ValueError) as error:
-        raise _no_way_in(address, str(error)) from error
-
-
-def _init_within(limit: float, address: str) -> BaseException | None:
-    """`ray.init`, and what went wrong: above all, no end of it after `limit` seconds."""
+def _init(address: str) -> BaseException | None:
+    """`ray.init`, and what went wrong: above all, no end of it after `JOIN_LIMIT_S`."""
     failure: list[BaseException] = []
 
     def init() -> None:
@@ -290,18 +278,26 @@ def _init_within(limit: float, address: str) -> BaseException | None:
 
     thread = threading.Thread(target=init, daemon=True)
     thread.start()
-    thread.join(limit)
+    thread.join(JOIN_LIMIT_S)
     if thread.is_alive():
-        return TimeoutError(f"no answer within {limit:.0f} s")
+        return TimeoutError(f"no answer within {JOIN_LIMIT_S:.0f} s")
     return failure[0] if failure else None
 
 
-def _ping_client_server(address: str) -> None:
-    """Whether a Ray Client server is there and takes our token; it answers before it starts a process for us."""
-    channel = init_grpc_channel(address.removeprefix("ray://"))
-    ping = ray_client_pb2.ClusterInfoRequest(type=ray_client_pb2.ClusterInfoType.PING)
+def _ping(address: str) -> None:
+    """Whether a cluster is there and takes our token."""
+    through_client = address.startswith("ray://")
+    host = address.removeprefix("ray://") if through_client else canonicalize_bootstrap_address(address)
+    if host is None:
+        return  # none on this machine, which `ray.init` says
+    channel = init_grpc_channel(host)
     try:
-        ray_client_pb2_grpc.RayletDriverStub(channel).ClusterInfo(ping, timeout=CONNECT_LIMIT_S)
+        if through_client:
+            ping = ray_client_pb2.ClusterInfoRequest(type=ray_client_pb2.ClusterInfoType.PING)
+            ray_client_pb2_grpc.RayletDriverStub(channel).ClusterInfo(ping, timeout=CONNECT_LIMIT_S)
+        else:
+            gcs = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+            gcs.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=CONNECT_LIMIT_S)
     except grpc.RpcError as error:
         raise _no_way_in(address, str(error.details())) from error
     finally:

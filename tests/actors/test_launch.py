@@ -26,8 +26,7 @@ def starts(monkeypatch):
         if Starts.count <= Starts.failures:
             raise ConnectionAbortedError("Initialization failure\nStarting Ray client server failed.")
 
-    monkeypatch.setattr(launch, "_ping_client_server", print)
-    monkeypatch.setattr(launch, "_knock", print)
+    monkeypatch.setattr(launch, "_ping", print)
     monkeypatch.setattr("ray.init", init)
     return Starts
 
