@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import threading
@@ -146,21 +147,25 @@ def run(counts: Sequence[int], tokens: int, repeats: int, settings: dict[str, ob
         "tokens": tokens,
         "repeats": repeats,
         "measured": measured,
+        "batches": rows,
         "summary": {count: summary([row for row in rows if row["streams"] == count]) for count in counts},
     }
 
 
 def summary(rows: Sequence[dict[Any, Any]]) -> dict[str, str]:
-    """Medians over the repeats of one number of streams."""
+    """Medians over the repeats of one number of streams; the ratio with its standard error and its range."""
 
     def median(name: str, draft: bool = True) -> float:
         return float(statistics.median(getattr(row[draft], name) for row in rows))
 
     ratios = [row[True].tokens_per_s / row[False].tokens_per_s for row in rows]
+    # Of all the time the batches took: a single one of some seconds says little on a machine that changes its speed.
+    ratio = sum(1 / row[False].tokens_per_s for row in rows) / sum(1 / row[True].tokens_per_s for row in rows)
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else math.nan
     return {
         "tokens/s": f"{median('tokens_per_s'):.1f}",
         "draft off": f"{median('tokens_per_s', False):.1f}",
-        "ratio": f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+        "ratio": f"{ratio:.3f} +- {error:.3f} ({min(ratios):.2f}-{max(ratios):.2f})",
         "slowest/fastest end": f"{median('slowest'):.2f}",
         "TTFT ms": f"{median('ttft_ms'):.0f} / {median('ttft_ms', False):.0f}",
         "between p50 ms": f"{median('between_p50_ms'):.0f} / {median('between_p50_ms', False):.0f}",
