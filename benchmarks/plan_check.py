@@ -23,8 +23,8 @@ from benchmarks.measured import Turn
 from benchmarks.ours import VARIANTS, Engine
 from benchmarks.tasks import TASKS, read_tasks
 from duo_ray.actors.coordinator import PipelineInfo
-from duo_ray.actors.prepare import policy
 from duo_ray.config import load_config
+from duo_ray.core.gamma import Policy
 from duo_ray.planning import Hardware, Text, Traffic, simulate
 
 SCHEDULES = ("duo", "sequential", "lead-0", "gamma-4", "one-sequence")
@@ -59,20 +59,21 @@ def run(tokens: int, count: int) -> list[dict[str, Any]]:
         infos = {name: method.pipeline() for name, method in engine.methods.items()}
     finally:
         engine.close()
-    a = acceptance(turns["duo"])
+    a, own = acceptance(turns["duo"]), engine.duo.prepared.settings.coordinator.policy
     length = round(fmean(len(ids) for ids in asked))
     return [
-        compare(name, turns[name], infos[name], Text(a, length, round(fmean(len(t.ids) for t in turns[name]))))
+        compare(name, turns[name], infos[name], Text(a, length, round(fmean(len(t.ids) for t in turns[name]))), own)
         for name in ("target", *SCHEDULES)
     ]
 
 
-def compare(name: str, turns: Sequence[Turn], info: PipelineInfo, text: Text) -> dict[str, Any]:
+def compare(name: str, turns: Sequence[Turn], info: PipelineInfo, text: Text, policy: Policy) -> dict[str, Any]:
+    """`policy`: the pipeline's own, of which a schedule changes some fields."""
     variant = VARIANTS[name]
     simulated = simulate(
         Hardware.from_costs(info.measured),
         text,
-        replace(policy(load_config()), **variant.policy),
+        replace(policy, **variant.policy),
         max_sequences=variant.max_sequences or 4,
         draft=variant.draft,
         traffic=Traffic(24),
