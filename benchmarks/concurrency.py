@@ -17,7 +17,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -153,19 +153,21 @@ def run(counts: Sequence[int], tokens: int, repeats: int, settings: dict[str, ob
 
 
 def summary(rows: Sequence[dict[Any, Any]]) -> dict[str, str]:
-    """Medians over the repeats of one number of streams; the ratio with its standard error and its range."""
+    """Of one number of streams: medians over the repeats, and the ratio with its standard error and range."""
 
     def median(name: str, draft: bool = True) -> float:
         return float(statistics.median(getattr(row[draft], name) for row in rows))
 
-    ratios = [row[True].tokens_per_s / row[False].tokens_per_s for row in rows]
+    on, off = ([1 / row[draft].tokens_per_s for row in rows] for draft in (True, False))
     # Of all the time the batches took: a single one of some seconds says little on a machine that changes its speed.
-    ratio = sum(1 / row[False].tokens_per_s for row in rows) / sum(1 / row[True].tokens_per_s for row in rows)
-    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else math.nan
+    ratio = sum(off) / sum(on)
+    rests = [b - ratio * a for a, b in zip(on, off, strict=True)]
+    error = statistics.stdev(rests) * len(rows) ** 0.5 / sum(on) if len(rows) > 1 else math.nan
+    single = [b / a for a, b in zip(on, off, strict=True)]
     return {
         "tokens/s": f"{median('tokens_per_s'):.1f}",
         "draft off": f"{median('tokens_per_s', False):.1f}",
-        "ratio": f"{ratio:.3f} +- {error:.3f} ({min(ratios):.2f}-{max(ratios):.2f})",
+        "ratio": f"{ratio:.2f} +- {error:.2f} ({min(single):.2f}-{max(single):.2f})",
         "slowest/fastest end": f"{median('slowest'):.2f}",
         "TTFT ms": f"{median('ttft_ms'):.0f} / {median('ttft_ms', False):.0f}",
         "between p50 ms": f"{median('between_p50_ms'):.0f} / {median('between_p50_ms', False):.0f}",
@@ -190,7 +192,7 @@ def main() -> None:
     settings: dict[str, object] = dict(item.split("=", 1) for item in arguments.set)
     result = run(counts, arguments.tokens, arguments.repeats, settings)
     if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1, default=str))
+        arguments.out.write_text(json.dumps(result, indent=1, default=asdict))
     columns = list(next(iter(result["summary"].values())))
     print("| streams | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 1) + "|")

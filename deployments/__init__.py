@@ -116,7 +116,7 @@ def _tags() -> frozenset[str]:
     set_ray_environment()
     command = click.get_current_context(silent=True)
     address = (command and command.params.get("address")) or os.environ.get("RAY_ADDRESS")
-    if canonicalize_bootstrap_address(address) is None:
+    if address in (None, "local") and canonicalize_bootstrap_address(address) is None:
         return frozenset()  # it will be a Ray of this machine alone
     connect(address or "auto")
     try:

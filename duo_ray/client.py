@@ -37,7 +37,7 @@ class DuoClient(Closing):
         app_name: the Serve application's name.
 
     Raises:
-        DuoRayError: no cluster, no answer within 10 seconds, or no such application.
+        DuoRayError: no cluster there, a refusal (both within 10 seconds), or no such application.
     """
 
     def __init__(self, address: str | None = None, *, app_name: str = "default") -> None:

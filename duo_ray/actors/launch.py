@@ -16,8 +16,10 @@ from typing import Any
 
 import grpc
 import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.grpc_utils import init_grpc_channel
-from ray._private.services import canonicalize_bootstrap_address
+from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
+from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray._private.state import state as cluster_state
 from ray.actor import ActorHandle
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc, ray_client_pb2, ray_client_pb2_grpc
@@ -198,8 +200,8 @@ def _join(settings: PipelineSettings) -> Callable[[], None]:
     """Join the cluster this process is in, the one RAY_ADDRESS names, or start one; returns how to leave it."""
     if ray.is_initialized():
         return _stay
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    if address != "local":
         connect(address)
     else:
         try:
@@ -242,55 +244,72 @@ def set_ray_environment() -> None:
 
     RAY_worker_niceness: at Ray's default of 15 a call between busy workers takes 10 to 25 ms in place of 1 to 2.
     GRPC_ENABLE_FORK_SUPPORT: gRPC's own handlers abort the child in one fork of fifteen while other threads use gRPC
-    (ray-project/ray#63202); Ray's processes only fork to run another program, which needs no such handlers.
+    (ray-project/ray#63202); Ray's own processes only fork to run another program, which needs no such handlers.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
 def connect(address: str) -> None:
-    """`ray.init`, which by itself retries long where nobody listens, and waits for ever where another token is wanted.
+    """Join a cluster, after one question whether it is there and takes our token.
+
+    `ray.init` by itself retries long where nobody listens, and waits for ever where another token is wanted.
 
     Args:
-        address: "host:port", "ray://host:port", or "auto" for a cluster on this machine.
+        address: "host:port", "ray://host:port", or "auto" for the one RAY_ADDRESS names or that runs on this machine.
 
     Raises:
-        DuoRayError: no cluster there, no answer, or a refusal: within `CONNECT_LIMIT_S`.
+        DuoRayError: no cluster there or a refusal, within `CONNECT_LIMIT_S`; or it cannot be joined in `JOIN_LIMIT_S`.
     """
-    attempts = CLIENT_STARTS if address.startswith("ray://") else 1
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or address
     _ping(address)
-    failure = _init(address)
-    while isinstance(failure, ConnectionError) and (attempts := attempts - 1):
+    for _ in range(CLIENT_STARTS if address.startswith("ray://") else 1):
         failure = _init(address)
+        if not isinstance(failure, ConnectionError):
+            break
     if failure:
-        raise _no_way_in(address, _reason(failure)) from failure
+        raise DuoRayError(
+            f"Ray at {address} answers, but this process cannot join it: {_reason(failure).rstrip('.')}. From a machine"
+            " that is not one of its nodes, use the head's Ray Client port: ray://HEAD:10001"
+        ) from failure
 
 
 def _init(address: str) -> BaseException | None:
     """`ray.init`, and what went wrong: above all, no end of it after `JOIN_LIMIT_S`."""
     failure: list[BaseException] = []
+    abandoned = threading.Event()
 
     def init() -> None:
         try:
             ray.init(address=address, namespace=NAMESPACE, logging_level="ERROR")
+            if abandoned.is_set():
+                ray.shutdown()
         except BaseException as error:  # handed to the caller's thread
             failure.append(error)
 
     thread = threading.Thread(target=init, daemon=True)
     thread.start()
-    thread.join(JOIN_LIMIT_S)
-    if thread.is_alive():
-        return TimeoutError(f"no answer within {JOIN_LIMIT_S:.0f} s")
+    try:
+        thread.join(JOIN_LIMIT_S)
+    finally:  # Ctrl-C too
+        if thread.is_alive():
+            abandoned.set()
+    if abandoned.is_set():
+        return TimeoutError(f"no end of it after {JOIN_LIMIT_S:.0f} s")
     return failure[0] if failure else None
 
 
 def _ping(address: str) -> None:
     """Whether a cluster is there and takes our token."""
+    if address == "auto":
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # `ray.init` does so for "auto" alone
     through_client = address.startswith("ray://")
-    host = address.removeprefix("ray://") if through_client else canonicalize_bootstrap_address(address)
-    if host is None:
-        return  # none on this machine, which `ray.init` says
-    channel = init_grpc_channel(host)
+    try:
+        host = address.removeprefix("ray://") if through_client else canonicalize_bootstrap_address_or_die(address)
+        channel = init_grpc_channel(host, GLOBAL_GRPC_OPTIONS)
+    except (ValueError, ConnectionError, RuntimeError) as error:
+        raise _no_way_in(address, str(error)) from error
     try:
         if through_client:
             ping = ray_client_pb2.ClusterInfoRequest(type=ray_client_pb2.ClusterInfoType.PING)
@@ -299,7 +318,7 @@ def _ping(address: str) -> None:
             gcs = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
             gcs.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=CONNECT_LIMIT_S)
     except grpc.RpcError as error:
-        raise _no_way_in(address, str(error.details())) from error
+        raise _no_way_in(address, error.details() or error.code().name) from error
     finally:
         channel.close()
 

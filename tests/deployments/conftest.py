@@ -36,6 +36,8 @@ class Service:
     url: str
     ray_address: str
     client_address: str
+    directory: Path
+    """RAY_TMPDIR of its cluster."""
 
 
 @dataclass
@@ -59,11 +61,12 @@ class Program:
 def service() -> Iterator[Service]:
     """`serve run` with a settings file, on a cluster of its own that wants a token."""
     gcs, client, http = free_ports(3)
-    found = Service(f"http://127.0.0.1:{http}", f"127.0.0.1:{gcs}", f"ray://127.0.0.1:{client}")
     arguments = {**SMALL, "serving.queue": QUEUE, "serving.drain_s": 5.0}
     application = {"name": "default", "import_path": "deployments:app", "args": arguments}
     with ExitStack() as stack:
         directory = stack.enter_context(ray_directory())
+        addresses = f"http://127.0.0.1:{http}", f"127.0.0.1:{gcs}", f"ray://127.0.0.1:{client}"
+        found = Service(*addresses, directory)
         settings = directory / "serve.yaml"
         settings.write_text(yaml.safe_dump({"http_options": {"port": http}, "applications": [application]}))
         start = ["ray", "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false"]
