@@ -9,6 +9,7 @@ import pytest
 from benchmarks import plan_check
 from benchmarks.measured import Turn
 from duo_ray.core.costs import Costs
+from duo_ray.core.gamma import Policy
 from duo_ray.planning import Text
 
 
@@ -26,13 +27,13 @@ def turn(count, seconds, **stats):
 
 
 def test_a_target_alone_that_keeps_its_pace_is_predicted():
-    row = plan_check.compare("target", [turn(40, 0.05)], pipeline(0.05, 0.01), Text(0.8, 8, 40))
+    row = plan_check.compare("target", [turn(40, 0.05)], pipeline(0.05, 0.01), Text(0.8, 8, 40), Policy())
     assert row["measured tokens/s"] == pytest.approx(20.0)
     assert abs(row["off by"]) < 0.02
 
 
 def test_a_pipeline_that_is_half_as_fast_as_predicted_is_off():
-    alone = plan_check.compare("target", [turn(40, 0.1)], pipeline(0.05, 0.01), Text(0.8, 8, 40))
+    alone = plan_check.compare("target", [turn(40, 0.1)], pipeline(0.05, 0.01), Text(0.8, 8, 40), Policy())
     assert alone["off by"] == pytest.approx(1.0, abs=0.05)
 
 
