@@ -115,7 +115,7 @@ def _tags() -> frozenset[str]:
         return tags_of_cluster()
     set_ray_environment()
     command = click.get_current_context(silent=True)
-    address = (command and command.params.get("address")) or os.environ.get("RAY_ADDRESS")
+    address = (command and command.params.get("address")) or os.environ.get("RAY_ADDRESS") or None
     if address in (None, "local") and canonicalize_bootstrap_address(address) is None:
         return frozenset()  # it will be a Ray of this machine alone
     connect(address or "auto")

@@ -160,6 +160,11 @@ def refusal(address, home, **variables):
     return done.stdout
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_an_address_where_nobody_answers_is_an_error_that_names_it(address, tmp_path):
+    assert refusal(address, tmp_path).startswith(f"Ray at {address}: ")
+
+
 @pytest.mark.parametrize("way", ["ray_address", "client_address"])
 @pytest.mark.parametrize("variables", [{}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}], ids=["no", "wrong"])
 def test_a_cluster_that_wants_another_token_is_an_error_that_says_how_to_get_it(service, way, variables, tmp_path):
