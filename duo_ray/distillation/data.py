@@ -238,7 +238,7 @@ def describe_work(duo: Duo, questions: Questions, folder: Path) -> str:
     tokens = missing * questions.max_tokens
     slots = duo.prepared.settings.target.slots
     costs: dict[str, Any] = duo.pipeline.describe().measured
-    seconds = Costs.from_dict(costs).target_seconds(slots) * tokens / slots
+    seconds = Costs.from_dict(costs).target_seconds(slots, alone=duo.prepared.draft_path is None) * tokens / slots
     return (
         f"{missing} answers to write ({len(questions.prompts)} prompts, {len(questions.held_out)} of them held out): "
         f"at most {tokens:,} tokens, {tokens * _TOKEN_BYTES / 2**20:.0f} MiB on disk, {seconds / 60:.1f} minutes by "

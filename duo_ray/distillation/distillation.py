@@ -12,6 +12,7 @@ from typing import Any
 from duo_ray.config import Config
 from duo_ray.distillation.data import Progress, Questions, describe_work, read_questions, write_answers
 from duo_ray.distillation.student import check_student, make_student
+from duo_ray.distillation.translation import Translator, translate_answers
 from duo_ray.distillation.workspace import Clock, DistillationError, Workspace, write_json
 from duo_ray.hardware.machine import detect_machine
 from duo_ray.hardware.placement import make_plan, target_device
@@ -98,15 +99,22 @@ def distill(
     workspace.begin(_plan(task, questions), resume=resume)
     clock = Clock(workspace.clock, minutes)
     progress("making the student", None)
-    make_student(workspace.student, files, source, layers=task.layers if task.student is None else None)
+    make_student(workspace.student, source, layers=task.layers if task.student is None else None)
     if not workspace.trained.is_dir():
         _answer(workspace, questions, config, clock, start, say, progress)
     training, testing = questions.split(workspace.answers)
+    if source.own_vocabulary:
+        say("the student has other tokens than the target: it is trained on the same texts in its own")
+        translator = Translator(tokenizer, Tokenizer.load(source.tokenizer))
+        training, testing = (
+            translate_answers(each, workspace.translated, translator, progress) for each in (training, testing)
+        )
     if workspace.trained.is_dir():
         say("the student is trained already")
     else:
         _train(workspace, training, testing, task, config, clock, say, progress)
-    return _export(workspace, testing, task, config, len(questions.prompts), say, progress)
+    tokenizer_of = task.student if task.student is not None and source.own_vocabulary else task.target
+    return _export(workspace, testing, task, gguf_target(tokenizer_of), config, len(questions.prompts), say, progress)
 
 
 def _plan(task: Task, questions: Questions) -> dict[str, Any]:
@@ -169,6 +177,7 @@ def _export(
     workspace: Workspace,
     testing: list[Path],
     task: Task,
+    tokenizer_gguf: Path | None,
     config: Config,
     prompts: int,
     say: Callable[[str], None],
@@ -178,10 +187,8 @@ def _export(
     from duo_ray.distillation.export import export  # noqa: PLC0415 - as above
 
     threads = _draft_threads(config)
-    # The target's own .gguf file, where it is one, has the tokenizer in llama.cpp's form.
-    measured, best = export(
-        workspace, testing, tokenizer_gguf=gguf_target(task.target), threads=threads, progress=progress
-    )
+    # The .gguf file, where there was one, has the tokenizer in llama.cpp's form.
+    measured, best = export(workspace, testing, tokenizer_gguf=tokenizer_gguf, threads=threads, progress=progress)
     found = json.loads((workspace.trained / "training.json").read_text(encoding="utf-8"))
     origin = f"{task.layers} of its layers" if task.student is None else f"{task.student} to start with"
     facts = {

@@ -54,7 +54,7 @@ def export(
 
     Args:
         testing: files of held-out answers.
-        tokenizer_gguf: the target's file, where it came from one.
+        tokenizer_gguf: the file that the student's tokenizer came from, where it came from one.
         threads: cores of a draft.
 
     Returns:
@@ -113,8 +113,8 @@ def _measure(path: Path, quant: str, answers: Sequence[Answer], threads: int, co
         sums, places = np.zeros(2), 0
         for answer in answers:
             sums += _kept(model, answer)
-            places += len(answer.answer)
-    acceptance, greedy = (float(each) for each in sums / places)
+            places += int((answer.top_probs.sum(-1) > 0).sum())
+    acceptance, greedy = (float(each) for each in sums / max(1, places))
     curve = {width: median(seconds) for width, seconds in timings.items()}
     speedup = _speedup(costs, curve, greedy, answers)
     return Exported(path.name, quant, path.stat().st_size, curve[1], acceptance, greedy, speedup)
@@ -130,7 +130,7 @@ def _kept(model: Any, answer: Answer) -> Any:
             ids, probs = answer.top_ids[place - first], answer.top_probs[place - first]
             weights = np.exp(logits - logits.max(), dtype=np.float64)
             q = weights[ids] / weights.sum()
-            found += np.minimum(probs, q).sum(), logits.argmax() == ids[0]
+            found += np.minimum(probs, q).sum(), probs[0] > 0 and logits.argmax() == ids[0]
     return found
 
 

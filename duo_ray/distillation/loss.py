@@ -4,6 +4,9 @@ Of the target's distribution p only the K most probable tokens are known, and th
 others are one more event: the divergences are between distributions over K + 1 events, q's mass outside the K tokens
 against p's. By the data-processing inequality they are never above the divergences over all tokens, and they are zero
 when the student agrees on the K tokens and on how much is left.
+
+A token of probability 0 is one the student does not have: it counts among the others. Where all K are 0, nothing is
+known of p; see `distillation.translation`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ _LEAST = 1e-6
 def distillation_loss(logits: Tensor, tokens: Tensor, ids: Tensor, probs: Tensor, divergence: str) -> Tensor:
     """Cross-entropy on the target's tokens plus the divergence from its distributions, nats a token.
 
+    The divergence is a mean over the places where p is known.
+
     Args:
         logits: `[N, V]`, the student's.
         tokens: `[N]`, what the target wrote.
@@ -27,13 +32,19 @@ def distillation_loss(logits: Tensor, tokens: Tensor, ids: Tensor, probs: Tensor
     everything = logits.logsumexp(-1, keepdim=True)
     log_q_top = logits.gather(-1, ids) - everything
     entropy = everything - logits.gather(-1, tokens[:, None])
-    log_q = _with_rest(log_q_top.exp()).log()
+    log_q = _with_rest(log_q_top.exp() * (probs > 0)).log()
     p = _with_rest(probs)
     log_p = p.log()
     forward = (p * (log_p - log_q)).sum(-1)
     reverse = (log_q.exp() * (log_q - log_p)).sum(-1)
     chosen = {"forward": forward, "reverse": reverse, "mixed": 0.5 * (forward + reverse)}[divergence]
-    return entropy.mean() + chosen.mean()
+    known = is_known(probs)
+    return entropy.mean() + (chosen * known).sum() / known.sum().clamp(min=1)
+
+
+def is_known(probs: Tensor) -> Tensor:
+    """`[N]`: whether anything is known of the target's distribution at each place."""
+    return probs.sum(-1) > 0
 
 
 def _with_rest(probs: Tensor) -> Tensor:
@@ -43,7 +54,7 @@ def _with_rest(probs: Tensor) -> Tensor:
 
 
 def acceptances(logits: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Chances that a drafted token is kept, for each of N positions.
+    """Chances that a drafted token is kept, for each of N positions; 0 where p is not known.
 
     Sampled at temperature 1 it is sum over x of min(p(x), q(x)) (Leviathan et al., arXiv 2211.17192, theorem 3.5); over
     the target's K most probable tokens that is a lower bound. Greedy it is 1 where both models' best tokens agree.
@@ -53,4 +64,5 @@ def acceptances(logits: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, Ten
         ids, probs: `[N, K]`, best first.
     """
     q = (logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)).exp()
-    return torch.minimum(probs, q).sum(-1), (logits.argmax(-1) == ids[:, 0]).float()
+    best = (logits.argmax(-1) == ids[:, 0]) & (probs[:, 0] > 0)
+    return torch.minimum(probs, q).sum(-1), best.float()

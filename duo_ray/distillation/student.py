@@ -1,9 +1,10 @@
-"""The model to be trained: some of the target's own layers, or a smaller model with the target's vocabulary."""
+"""The model to be trained: some of the target's own layers, or a smaller model, with the target's tokens or its own."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,37 +31,48 @@ def kept_layers(count: int, of: int) -> tuple[int, ...]:
     return tuple(round(i * (of - 1) / (count - 1)) for i in range(count))
 
 
-def check_student(target: TargetFiles, *, layers: int, student: str | None) -> Path:
-    """Where the student's weights come from: the target's directory, or that of a sibling.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a student comes from."""
+
+    weights: Path
+    tokenizer: Path
+    own_vocabulary: bool
+    """Whether its tokens are not the target's."""
+
+
+def check_student(target: TargetFiles, *, layers: int, student: str | None) -> Source:
+    """Where the student comes from: the target itself, or another model.
 
     Args:
         layers: how many of the target's layers to keep.
         student: a directory or hub id to start from instead of the target's layers.
 
     Raises:
-        DistillationError: too many layers, another vocabulary, or a family that llama.cpp's format is not written for.
+        DistillationError: too many layers, no token in common, or a family that llama.cpp's format is not written for.
     """
-    source = target.path if student is None else _sibling(student, target)
-    check_exportable(source)
-    if student is None:
-        kept_layers(layers, json.loads((source / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])
-    return source
+    if student is not None:
+        source = _other_model(student, target)
+        check_exportable(source.weights)
+        return source
+    check_exportable(target.path)
+    kept_layers(layers, json.loads((target.path / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])
+    return Source(target.path, target.tokenizer_path, own_vocabulary=False)
 
 
-def make_student(folder: Path, target: TargetFiles, source: Path, *, layers: int | None) -> None:
-    """Write the untrained student in float32 to `folder`, with the target's tokenizer, unless it is there.
+def make_student(folder: Path, source: Source, *, layers: int | None) -> None:
+    """Write the untrained student in float32 to `folder`, with its tokenizer, unless it is there.
 
     Args:
-        source: see `check_student`.
         layers: how many of its layers to keep; None: all.
     """
 
     def fill(part: Path) -> None:
-        model = load_model(source)
+        model = load_model(source.weights)
         if layers is not None:
             _cut(model, layers)
         model.save_pretrained(part)
-        copy_tokenizer(target.tokenizer_path, part)
+        copy_tokenizer(source.tokenizer, part)
 
     make_folder(folder, fill)
 
@@ -79,16 +91,18 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _sibling(student: str, target: TargetFiles) -> Path:
+def _other_model(student: str, target: TargetFiles) -> Source:
     files = resolve_target(student)
     ours, theirs = (Tokenizer.load(each.tokenizer_path) for each in (target, files))
     report, _ = compare(TokenizerVocabulary(ours), TokenizerVocabulary(theirs))
-    if not report.same or files.vocab_size < ours.vocab_size:
+    if report.same and files.vocab_size >= ours.vocab_size:
+        return Source(files.path, target.tokenizer_path, own_vocabulary=False)
+    if not report.shared:
         raise DistillationError(
-            f"--student {student} has another vocabulary than the target ({report.first_difference or 'fewer ids'}): "
-            "choose a model of the target's family, or leave --student out to keep some of the target's own layers"
+            f"--student {student} has no token in common with the target ({report.first_difference}): choose another "
+            "model, or leave --student out to keep some of the target's own layers"
         )
-    return files.path
+    return Source(files.path, files.tokenizer_path, own_vocabulary=True)
 
 
 def _cut(model: Any, count: int) -> None:

@@ -29,7 +29,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.utils.logging import set_verbosity_error
 
 from duo_ray.distillation.data import Answer, Progress
-from duo_ray.distillation.loss import acceptances, distillation_loss
+from duo_ray.distillation.loss import acceptances, distillation_loss, is_known
 from duo_ray.distillation.student import copy_tokenizer, load_model
 from duo_ray.distillation.workspace import Clock, Workspace, make_folder, read_json, write_json
 
@@ -125,13 +125,13 @@ def answer_logits(model: Any, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def expected_acceptance(logits_of: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> dict[str, float]:
-    """Means over all places: `acceptance` of sampled tokens at temperature 1, `greedy` of best ones."""
+    """Means over all places that are known: `acceptance` of sampled tokens at temperature 1, `greedy` of best ones."""
     sums, count = np.zeros(2), 0
     for batch in batches:
         found = acceptances(logits_of(batch), batch["top_ids"], batch["top_probs"])
         sums += [float(each.sum()) for each in found]
-        count += len(batch["tokens"])
-    return {"acceptance": float(sums[0] / count), "greedy": float(sums[1] / count)}
+        count += int(is_known(batch["top_probs"]).sum())
+    return {"acceptance": float(sums[0] / max(1, count)), "greedy": float(sums[1] / max(1, count))}
 
 
 class _OneDevice(TrainingArguments):

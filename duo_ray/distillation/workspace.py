@@ -26,6 +26,7 @@ class Workspace:
         self.out = out
         self.work = out / "work"
         self.answers = self.work / "answers"
+        self.translated = self.work / "translated"
         self.student = self.work / "student"
         self.checkpoints = self.work / "checkpoints"
         self.trained = self.work / "trained"

@@ -82,6 +82,20 @@ class Alignment:
         return len(self._log) - self._prompt_length, len(self._draft_log) - self._draft_prompt_length
 
     @property
+    def draft_ids(self) -> list[int]:
+        """The context in the draft's ids, of which `draft_prompt_length` are the prompt's."""
+        return self._draft_log.ids
+
+    @property
+    def draft_prompt_length(self) -> int:
+        return self._draft_prompt_length
+
+    @property
+    def ends(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Where each of the target's ids, and each of the draft's, ends in the text."""
+        return self._ends, self._draft_ends
+
+    @property
     def complete(self) -> bool:
         """Whether the draft sees all of the text: a draft without byte tokens waits for the rest of a character."""
         return self._covered == len(self._text)

@@ -11,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 from transformers import AutoModelForCausalLM
 
 from duo_ray.distillation.gguf_file import check_exportable, gemma_layer_types, write_gguf
-from duo_ray.distillation.student import check_student, kept_layers, make_student
+from duo_ray.distillation.student import Source, check_student, kept_layers, make_student
 from duo_ray.distillation.workspace import DistillationError
 from duo_ray.models.catalog import TargetFiles
 from duo_ray.models.llama_cpp import LlamaCppDraft
@@ -155,7 +157,7 @@ def test_a_student_has_fewer_layers_than_the_target_and_two_at_least(count):
 def test_a_student_has_the_targets_own_layers_embedding_and_head(tokenizer, tmp_path):
     config = small_config("llama", 400, num_hidden_layers=5)
     folder = write_model(tmp_path / "target", config, tokenizer)
-    make_student(tmp_path / "student", target_files(folder), folder, layers=3)
+    make_student(tmp_path / "student", source_of(folder), layers=3)
     target, student = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("target", "student"))
     assert student.config.num_hidden_layers == 3
     for place, layer in enumerate((0, 2, 4)):
@@ -169,7 +171,7 @@ def test_a_student_has_the_targets_own_layers_embedding_and_head(tokenizer, tmp_
 def test_a_gemma_student_slides_its_window_where_llama_cpp_does(tokenizer, tmp_path):
     config = small_config("gemma3-window", 400, num_hidden_layers=12, layer_types=gemma_layer_types(12))
     folder = write_model(tmp_path / "target", config, tokenizer)
-    make_student(tmp_path / "student", target_files(folder), folder, layers=7)
+    make_student(tmp_path / "student", source_of(folder), layers=7)
     found = json.loads((tmp_path / "student/config.json").read_text())["layer_types"]
     assert [kind[0] for kind in found] == [*"sssssfs"]
 
@@ -178,16 +180,34 @@ def test_a_smaller_model_with_the_targets_vocabulary_may_be_the_student(tokenize
     folder = write_model(tmp_path / "target", small_config("llama", 400), tokenizer)
     sibling = write_model(tmp_path / "sibling", small_config("qwen2", 416), tokenizer)
     source = check_student(target_files(folder), layers=6, student=str(sibling))
-    make_student(tmp_path / "student", target_files(folder), source, layers=None)
+    assert not source.own_vocabulary
+    make_student(tmp_path / "student", source, layers=None)
     assert json.loads((tmp_path / "student/config.json").read_text())["model_type"] == "qwen2"
 
 
-def test_a_student_with_another_vocabulary_is_refused(tokenizer, tmp_path):
+def test_a_student_with_another_vocabulary_keeps_it(tokenizer, tmp_path):
     folder = write_model(tmp_path / "target", small_config("llama", 400), tokenizer)
     other = write_tokenizer(tmp_path / "other", sentencepiece())
     sibling = write_model(tmp_path / "sibling", small_config("llama", 400), other)
-    with pytest.raises(DistillationError, match="another vocabulary"):
-        check_student(target_files(folder), layers=6, student=str(sibling))
+    source = check_student(target_files(folder), layers=6, student=str(sibling))
+    assert source.own_vocabulary
+    make_student(tmp_path / "student", source, layers=None)
+    assert (tmp_path / "student/tokenizer.json").read_text() == (other / "tokenizer.json").read_text()
+
+
+def test_a_student_without_a_token_in_common_is_refused(tokenizer, tmp_path):
+    folder = write_model(tmp_path / "target", small_config("llama", 400), tokenizer)
+    strange = Backend(models.BPE({"qqq": 0, "zzz": 1}, [], unk_token="qqq"))
+    strange.decoder = decoders.Fuse()
+    other = write_tokenizer(tmp_path / "other", strange, bos_token=None, eos_token=None, unk_token=None)
+    (other / "generation_config.json").write_text("{}")
+    stranger = write_model(tmp_path / "stranger", small_config("llama", 400), other)
+    with pytest.raises(DistillationError, match="no token in common"):
+        check_student(target_files(folder), layers=6, student=str(stranger))
+
+
+def source_of(folder: Path) -> Source:
+    return Source(folder, folder, own_vocabulary=False)
 
 
 def target_files(folder: Path) -> TargetFiles:

@@ -100,3 +100,33 @@ def test_greedy_acceptance_compares_the_best_tokens():
     _, other = acceptances(rows(1), *top(rows(0), 8))
     assert same.mean() == 1.0
     assert other.mean() < 0.2
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_places_where_nothing_is_known_count_for_the_tokens_alone(name):
+    p_logits, q_logits = rows(0), rows(1)
+    ids, probs = top(p_logits, 8)
+    tokens = ids[:, 0]
+    known = torch.arange(PLACES) % 3 > 0
+    entropy = -q_logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    some = distillation_loss(q_logits, tokens, ids, probs * known[:, None], name) - entropy.mean()
+    parts = (each[known] for each in (q_logits, tokens, ids, probs))
+    assert some.item() == pytest.approx((distillation_loss(*parts, name) - entropy[known].mean()).item())
+    sampled, greedy = acceptances(q_logits, ids, probs * known[:, None])
+    assert not sampled[~known].any()
+    assert not greedy[~known].any()
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_tokens_the_student_does_not_have_count_among_the_others(name):
+    """Whatever ids stand in their places."""
+    p_logits, q_logits = rows(0), rows(1)
+    ids, probs = top(p_logits, 8)
+    tokens = torch.zeros(PLACES, dtype=torch.int64)
+    lacking = torch.tensor([False, True, False, False, True, False, False, False])
+    found = [
+        distillation_loss(q_logits, tokens, torch.where(lacking, other, ids), probs * ~lacking, name)
+        for other in (0, 7, ids)
+    ]
+    assert found[0].item() == pytest.approx(found[1].item())
+    assert found[0].item() == pytest.approx(found[2].item())
