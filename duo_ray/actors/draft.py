@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from duo_ray.actors import wire
 from duo_ray.actors.node import find_here, node_id
+from duo_ray.actors.passing_thread import in_passing_thread
 from duo_ray.hardware.cores import pin
 from duo_ray.models.catalog import resolve_draft
 from duo_ray.models.tokenizer import Tokenizer
@@ -78,10 +79,16 @@ class DraftActor:
         # Before llama.cpp starts its threads: they inherit the affinity.
         if settings.cores:
             pin(settings.cores)
-        from duo_ray.models.llama_cpp import LlamaCppDraft  # noqa: PLC0415 - the process is pinned first
-
         self._settings = settings
         self._busy = threading.Lock()  # actor calls and the socket's thread take turns
+        self._models: dict[str, DraftModel] = {}
+        self._info: DraftInfo | None = None
+        in_passing_thread(self._load)
+
+    def _load(self) -> None:
+        from duo_ray.models.llama_cpp import LlamaCppDraft  # noqa: PLC0415 - the process is pinned first
+
+        settings = self._settings
         self._drafts = {
             quant: LlamaCppDraft.load(
                 path,
@@ -93,8 +100,6 @@ class DraftActor:
             for quant, path in settings.files
         }
         self._timings = {quant: draft.warm_up(settings.warmup_steps) for quant, draft in self._drafts.items()}
-        self._models: dict[str, DraftModel] = {}
-        self._info: DraftInfo | None = None
 
     def adapt(self, tokenizer: Tokenizer) -> DraftInfo:
         """Learn the target's tokens, before any job, and read what chats begin with; after a restart again.
@@ -102,20 +107,23 @@ class DraftActor:
         Raises:
             VocabularyError: the vocabularies do not allow what the configuration asks for.
         """
-        from duo_ray.models.translating import adapt  # noqa: PLC0415 - as above
-
         with self._busy:
             if self._info is None:
-                matches = {}
-                wanted = self._settings.vocabulary
-                for quant, draft in self._drafts.items():
-                    self._models[quant], matches[quant] = adapt(draft, tokenizer, wanted)
-                    wanted = matches[quant].strategy  # one for all: their blocks are judged alike
-                    same = wanted is Strategy.SAME
-                    opening = chat_opening(TokenizerVocabulary(tokenizer) if same else draft.vocabulary)
-                    draft.read(opening[: self._settings.max_context])
-                self._info = self._describe(matches)
+                self._info = in_passing_thread(lambda: self._adapt(tokenizer))
             return self._info
+
+    def _adapt(self, tokenizer: Tokenizer) -> DraftInfo:
+        from duo_ray.models.translating import adapt  # noqa: PLC0415 - the process is pinned first
+
+        matches = {}
+        wanted = self._settings.vocabulary
+        for quant, draft in self._drafts.items():
+            self._models[quant], matches[quant] = adapt(draft, tokenizer, wanted)
+            wanted = matches[quant].strategy  # one for all: their blocks are judged alike
+            same = wanted is Strategy.SAME
+            opening = chat_opening(TokenizerVocabulary(tokenizer) if same else draft.vocabulary)
+            draft.read(opening[: self._settings.max_context])
+        return self._describe(matches)
 
     def _describe(self, matches: Mapping[str, VocabularyMatch]) -> DraftInfo:
         first = next(iter(matches))
