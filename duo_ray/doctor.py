@@ -148,6 +148,10 @@ def _quantisations(precision: Sequence[Estimate]) -> dict[str, object]:
 
 def _times(costs: Costs) -> dict[str, object]:
     target = {f"T_target({n})": f"{costs.target_seconds(n) * 1000:.1f} ms" for n in (1, 4, 8, 16, 32)}
+    if costs.as_dict()["alone"]:
+        target |= {
+            f"T_target({n}), no draft at work": f"{costs.target_seconds(n, alone=True) * 1000:.1f} ms" for n in (1, 8)
+        }
     draft = {f"T_draft({k} sequences)": f"{costs.draft_seconds(k) * 1000:.1f} ms" for k in (1, 2, 4)}
     ratio = costs.target_seconds(1) / costs.draft_seconds(1)
     return {**target, **draft, "T_target(1) / T_draft(1)": f"{ratio:.1f}"}

@@ -301,6 +301,8 @@ class TargetReply:
     span: Span
     tokens: int
     """New tokens run through the model, summed over the jobs (chunk widths included, padding excluded)."""
+    alone: bool = False
+    """Whether it ran on the drafts' cores, too, while none of them worked."""
 
 
 # --- seams ------------------------------------------------------------------------------------------------------

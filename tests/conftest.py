@@ -62,6 +62,14 @@ def demo_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
+def demo_q4_0() -> Path:
+    """The demo model in weights that llama.cpp can repack (quantised once, then cached)."""
+    from duo_ray.models.catalog import resolve_draft
+
+    return resolve_draft("demo", "Q4_0", threads=2)
+
+
+@pytest.fixture(scope="session")
 def demo_target() -> Path:
     """The demo model as a directory for transformers (converted once, then cached)."""
     from duo_ray.models.catalog import resolve_target

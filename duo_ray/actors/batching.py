@@ -32,6 +32,11 @@ class Batcher(Generic[Job, Result]):
         self._waiting: list[tuple[Job, asyncio.Future[Result]]] = []
         self._drain: asyncio.Task[None] | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call runs or a job waits for one."""
+        return self._drain is not None and not self._drain.done()
+
     async def submit(self, job: Job) -> Result:
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((job, future))

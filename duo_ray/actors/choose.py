@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, MutableSequence
 from importlib.metadata import version
+from pathlib import Path
 
 from duo_ray.config import Config, ConfigError, TargetConfig
 from duo_ray.hardware.machine import Machine
 from duo_ray.hardware.placement import Plan
 from duo_ray.models.calibration import calibration_file, read_seconds, write_seconds
 from duo_ray.models.catalog import gguf_target
-from duo_ray.models.engine import engine_seconds
+from duo_ray.models.engine import layout_seconds, transformers_seconds
 from duo_ray.models.gguf_header import read_gguf
 from duo_ray.models.precision import CPU_DTYPES
 from duo_ray.models.quantization import check_quantization
+from duo_ray.types import DuoRayError
 
 Progress = Callable[[str, float | None], None]
 
@@ -62,21 +63,58 @@ def choose_engine(config: Config, plan: Plan, machine: Machine, notes: MutableSe
             f"{machine.memory_available / 2**30:.1f} are free"
         )
         return "llama_cpp"
-    threads, status = plan.target.threads or 1, path.stat()
-    kept = calibration_file(
-        "engine", str(path), status.st_size, status.st_mtime_ns, platform.machine(), plan.target, version("torch"),
-        version("transformers"), version("llama-cpp-python"),
-    )  # fmt: skip
+    layouts = _layouts(path, plan, machine, progress)
+    seconds = {"llama_cpp": min(layouts.values())} if layouts else {}
+    kept = _kept("transformers", path, plan, machine)
+    in_transformers = read_seconds(kept)
+    if in_transformers is None:
+        progress("measuring the faster engine", None)
+        measured = transformers_seconds(path, plan.target.cores, plan.target.threads or 1, CPU_DTYPES)
+        in_transformers = {} if measured is None else {"transformers": measured}
+        write_seconds(kept, in_transformers)
+    seconds |= in_transformers
+    if not seconds:
+        raise DuoRayError(f"{path} runs neither in llama.cpp nor, converted, in transformers: use another target")
+    engine = min(seconds, key=lambda name: seconds[name])
+    shown = ", ".join(f"{name} {value * 500:.1f}" for name, value in sorted(seconds.items()))
+    reason = "the faster one here" if len(seconds) > 1 else "the one that runs this model"
+    notes.append(f"engine: {engine}, {reason} (mean of T(1) and T(8), ms: {shown}); models.target.engine changes it")
+    return engine
+
+
+def choose_layout(path: Path, plan: Plan, machine: Machine, notes: MutableSequence[str], progress: Progress) -> bool:
+    """Whether llama.cpp repacks a target's weights for this CPU: measured once, and said in `notes`.
+
+    Not on a GPU, nor on a cluster whose CPUs nobody knows yet.
+    """
+    if plan.device != "cpu" or not plan.target.cores:
+        return False
+    seconds = _layouts(path, plan, machine, progress)
+    if len(seconds) < 2:
+        return False
+    layout = min(seconds, key=lambda name: seconds[name])
+    shown = ", ".join(f"{name} {value * 500:.1f}" for name, value in sorted(seconds.items()))
+    notes.append(f"weights in llama.cpp: {layout}, the faster layout here (mean of T(1) and T(8), ms: {shown})")
+    return layout == "repacked"
+
+
+def _layouts(path: Path, plan: Plan, machine: Machine, progress: Progress) -> dict[str, float]:
+    kept = _kept("layout", path, plan, machine)
     seconds = read_seconds(kept)
     if seconds is None:
-        progress("measuring the faster engine", None)
-        seconds = engine_seconds(path, plan.target.cores, threads, CPU_DTYPES)
+        progress("measuring the faster layout of the weights", None)
+        seconds = layout_seconds(path, plan.target.cores, plan.target.threads or 1)
         write_seconds(kept, seconds)
-    engine = min(seconds, key=lambda name: seconds[name])
-    measured = ", ".join(f"{name} {value * 500:.1f}" for name, value in sorted(seconds.items()))
-    reason = "the faster one here" if len(seconds) > 1 else "the one that runs this model"
-    notes.append(f"engine: {engine}, {reason} (mean of T(1) and T(8), ms: {measured}); models.target.engine changes it")
-    return engine
+    return seconds
+
+
+def _kept(what: str, path: Path, plan: Plan, machine: Machine) -> Path:
+    """Where the times of what was to be chosen among are kept."""
+    status = path.stat()
+    return calibration_file(
+        what, str(path), status.st_size, status.st_mtime_ns, machine.cpu, plan.target,
+        version("torch"), version("transformers"), version("llama-cpp-python"),
+    )  # fmt: skip
 
 
 def gpu_layers(config: Config, plan: Plan) -> int:

@@ -109,6 +109,8 @@ class Coordinator:
         # Too large for an actor's settings, which Ray would have to keep for its restart.
         tokenizer = ray.put(self._tokenizer)
         self._draft_infos: list[DraftInfo] = [await handle.adapt.remote(tokenizer) for handle in self._draft_handles]
+        # All drafts are loaded by now, and idle.
+        alone: Sequence[tuple[int, float]] = await self._target_handle.measure_alone.remote()
         for match in dict.fromkeys(info.vocabulary for info in self._draft_infos):
             if match.strategy is not Strategy.SAME:
                 logger.info("%s", match.describe())
@@ -119,7 +121,8 @@ class Coordinator:
             self._target_handle,
             self._meter,
             limit=slots,
-            observe=lambda reply: self._costs.observe_target(reply.tokens, reply.span.seconds),
+            alone=lambda: bool(alone) and not any(draft.busy for draft in self._drafts) and self._gains_alone,
+            observe=lambda reply: self._costs.observe_target(reply.tokens, reply.span.seconds, alone=reply.alone),
         )
         self._drafts = [
             DraftPeer(f"draft-{i}", handle, self._meter, tokenizer=tokenizer, limit=slots, observe=self._learn_draft)
@@ -130,6 +133,8 @@ class Coordinator:
         self._slots = asyncio.Semaphore(slots)
         for tokens, seconds in self._target_info.timings:
             self._costs.observe_target(tokens, seconds)
+        for tokens, seconds in alone:
+            self._costs.observe_target(tokens, seconds, alone=True)
         for info in self._draft_infos:
             for quant, timings in info.timings.items():
                 for width, seconds in timings:
@@ -137,6 +142,11 @@ class Coordinator:
         await self._calibrate(self._settings.calibration)
         self._meter.publish()
         return self.describe()
+
+    @property
+    def _gains_alone(self) -> bool:
+        """Whether a target that has the drafts' cores, too, is the faster: measured before, and as it turned out."""
+        return self._costs.target_seconds(1, alone=True) < self._costs.target_seconds(1)
 
     async def _calibrate(self, kept: dict[str, Any] | None) -> None:
         """Compare the quantisations of the draft, unless an earlier start did; settle what seeded requests use."""

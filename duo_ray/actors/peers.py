@@ -135,6 +135,11 @@ class DraftPeer(_Peer):
         await self._handle.adapt.remote(self._tokenizer)
         await super().connect()
 
+    @property
+    def busy(self) -> bool:
+        """Whether it is at work, or about to be."""
+        return self._batcher.busy
+
     async def draft(self, quant: str, job: DraftJob) -> Draft:
         """See `actors.models.Drafter`."""
         return await self._batcher.submit((quant, job))
@@ -163,11 +168,17 @@ class TargetPeer(_Peer):
     """The target actor."""
 
     def __init__(
-        self, handle: ActorHandle, meter: Meter, *, limit: int, observe: Callable[[TargetReply], None]
+        self,
+        handle: ActorHandle,
+        meter: Meter,
+        *,
+        limit: int,
+        alone: Callable[[], bool],
+        observe: Callable[[TargetReply], None],
     ) -> None:
-        """`observe` is told, once, of every pass without a prefill."""
+        """`alone` says whether no draft is at work; `observe` is told, once, of every pass without a prefill."""
         super().__init__("target", handle, meter)
-        self._observe = observe
+        self._alone, self._observe = alone, observe
         self._batcher: Batcher[tuple[VerifyJob, ProbsHandle | None], Judgement] = Batcher(
             self._call, isolate=_own_fault, limit=limit
         )
@@ -206,9 +217,9 @@ class TargetPeer(_Peer):
         try:
             if self._link is not None:
                 parts = [each if isinstance(each, bytes) else pickle.dumps(await each) for each in sources]
-                reply, _ = await self._link.call("verify", (jobs, picks), parts)
+                reply, _ = await self._link.call("verify", (jobs, picks, self._alone()), parts)
             else:
-                reply = await self._handle.verify.remote(jobs, picks, *sources)
+                reply = await self._handle.verify.remote(jobs, picks, self._alone(), *sources)
         except (RayActorError, LinkLostError) as error:
             raise TargetLost(self._lost(error)) from error
         except ObjectLostError as error:

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 
-from duo_ray.actors.choose import DTYPES, choose_engine, gpu_layers
+from duo_ray.actors.choose import DTYPES, choose_engine, choose_layout, gpu_layers
 from duo_ray.actors.coordinator import CoordinatorSettings, PipelineInfo
 from duo_ray.actors.draft import DraftSettings
 from duo_ray.actors.launch import Footprint, PipelineSettings
@@ -39,7 +39,7 @@ Progress = Callable[[str, float | None], None]
 """Told what start-up is busy with, and how much of it is done (0 to 1, None: unknown)."""
 
 _WARM_UP_SHAPES = 6
-_CALIBRATION = 2
+_CALIBRATION = 3
 """Changes when what is kept of a start comes to mean something else."""
 _CONTENTION = 0.06
 """Of two models on one CPU: a pass of the target took 0 to 7% longer beside a busy draft (benchmarks/README.md)."""
@@ -105,8 +105,9 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
     calibration_path = calibration_file(*facts)
     kept = read_calibration(calibration_path)
     if engine == "llama_cpp":
-        dtype = read_gguf(files.path).quant or "GGUF"
+        dtype, repack = read_gguf(files.path).quant or "GGUF", choose_layout(files.path, plan, machine, notes, progress)
     else:
+        repack = False
         dtype = _dtype(config, plan, files.path, kept, notes, progress)
 
     optimization = config.optimization
@@ -126,6 +127,8 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
             vocab_size=vocab_size,
             threads=plan.target.threads,
             cores=plan.target.cores,
+            repack=repack,
+            spare_cores=_spare_cores(config, plan, engine),
             attn_implementation=target.attn_implementation,
             chunk=target.chunked_prefill,
             device_map=target.device_map,
@@ -238,7 +241,7 @@ def _on_host(memory: Mapping[str, ModelMemory], settings: PipelineSettings) -> d
     """What is taken of the machine's own memory, where processes share the pages of a file that each of them maps."""
     target = settings.target
     on_host = {name: size for name, size in memory.items() if name != "target" or target.device == "cpu"}
-    mapped = {target.path}
+    mapped = set() if target.repack else {target.path}
     for i, draft in enumerate(settings.drafts):
         paths = {path for _, path in draft.files if read_gguf(Path(path)).quant in NEVER_REPACKED}
         size = memory[f"draft {i}"]
@@ -341,6 +344,13 @@ def _dtype(
     measured = ", ".join(f"{name} {value * 500:.1f}" for name, value in seconds.items())
     notes.append(f"precision: {dtype}, the faster one here (mean of T(1) and T(8) of two layers, ms: {measured})")
     return dtype
+
+
+def _spare_cores(config: Config, plan: Plan, engine: str) -> tuple[int, ...]:
+    """The drafts' cores, for a target in llama.cpp that shares the CPU with them and has threads as it likes."""
+    if engine != "llama_cpp" or plan.device != "cpu" or config.models.target.threads != "auto" or not plan.target.cores:
+        return ()
+    return tuple(sorted({core for draft in plan.drafts for core in draft.cores} - set(plan.target.cores)))
 
 
 def _placement_note(plan: Plan, *, anywhere: bool) -> str:

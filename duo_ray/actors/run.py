@@ -236,7 +236,7 @@ class Run(Generic[Probs]):
         block_seconds = block.span.seconds if block is not None else 0.0
         overhead = self._stats.timed(wall, judgement.span, lead_seconds, block_seconds)
         self._costs.observe_overhead(overhead)
-        plain = self._costs.target_seconds(judgement.requests)
+        plain = self._costs.target_seconds(judgement.requests, alone=True)
         self._stepped(StepTimes(judgement.span.seconds, overhead, plain))
         self._note("coordinator", "step", wall)
 

@@ -7,12 +7,13 @@ import pickle
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from duo_ray.actors import wire
 from duo_ray.actors.node import find_here, node_id
+from duo_ray.actors.passing_thread import in_passing_thread
 from duo_ray.core.context import IdLog
-from duo_ray.hardware.cores import pin
+from duo_ray.hardware.cores import pin, pin_threads
 from duo_ray.hardware.pages import collapse_pages
 from duo_ray.models.catalog import resolve_gguf_target, resolve_target
 from duo_ray.models.silence import silence_transformers
@@ -21,6 +22,10 @@ from duo_ray.types import DraftProbs, Ids, SamplingParams, TargetReply, VerifyJo
 if TYPE_CHECKING:
     from duo_ray.models.llama_cpp_target import LlamaCppTarget
     from duo_ray.models.transformers import TransformersTarget
+
+_ALONE_STEPS = 3
+_TELLING = (1, 8)
+"""Widths of a pass, in tokens, that more cores must make faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +56,19 @@ class TargetSettings:
     warmup_steps: int
     opening: Ids = ()
     """What chats begin with: in the cache before the first one."""
+    repack: bool = False
+    """Whether llama.cpp brings the weights into a layout for this CPU's vector units."""
+    spare_cores: tuple[int, ...] = ()
+    """Those of the drafts, for passes beside which no draft works."""
     node: str = ""
-    """Ray's id of the node that `path` and `cores` are about."""
+    """Ray's id of the node that `path` and the cores are about."""
 
     def here(self) -> TargetSettings:
         """The same on the node this runs on: an actor may be placed, or come back, anywhere."""
         if self.node == node_id():
             return self
         resolve = resolve_target if self.engine == "transformers" else resolve_gguf_target
-        return replace(self, path=str(find_here(resolve, self.model).path), cores=())
+        return replace(self, path=str(find_here(resolve, self.model).path), cores=(), spare_cores=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,8 @@ class ProbsPick:
     entry: int
 
 
-Judged = tuple[Sequence[VerifyJob], Sequence[ProbsPick | None]]
+Judged = tuple[Sequence[VerifyJob], Sequence[ProbsPick | None], bool]
+"""Jobs, whose `DraftProbs` are where, and whether no draft works beside them."""
 Sent = tuple[DraftProbs | None, ...] | bytes
 """What one draft call returned beside its blocks; bytes where it came over a socket."""
 
@@ -109,13 +119,17 @@ class TargetActor:
             pin(settings.cores)
         self._settings = settings
         self._busy = threading.Lock()  # actor calls and the socket's thread take turns
-        self._model = load_target(settings)
-        self._timings = tuple(self._model.warm_up(settings.warmup_steps))
-        self._read(settings.opening[: self._model.max_context])
+        self._alone = False
+        in_passing_thread(self._load)
 
-    def _read(self, ids: Ids) -> None:
-        """Run a text that belongs to no request, so that requests which begin with it run only what is new."""
-        if ids:
+    def _load(self) -> None:
+        self._model = load_target(self._settings)
+        self._timings = tuple(self._model.warm_up(self._settings.warmup_steps))
+        self._read_opening()
+
+    def _read_opening(self) -> None:
+        """Run what chats begin with, so that they run only what is new."""
+        if ids := self._settings.opening[: self._model.max_context]:
             context = IdLog(ids).context("", agreed=0, prompt_length=len(ids))
             self._model.verify([VerifyJob(context, (), SamplingParams())], [None])
             self._model.release("")
@@ -134,10 +148,48 @@ class TargetActor:
             engine=self._settings.engine,
         )
 
-    def verify(self, jobs: Sequence[VerifyJob], picks: Sequence[ProbsPick | None], *probs: Sent) -> TargetReply:
-        """One pass. `probs` are what draft actors returned, handed on by reference; `picks` says which is whose."""
+    def measure_alone(self) -> tuple[tuple[int, float], ...]:
+        """(new tokens, seconds) of passes on the drafts' cores, too, which must be idle; none where that is no faster.
+
+        Before the first request: what the cache holds for it is put back.
+        """
+        if not self._settings.spare_cores:
+            return ()
         with self._busy:
-            return self._model.verify(jobs, picked(picks, probs))
+            timings, own = in_passing_thread(self._time_alone), dict(self._timings)
+        return timings if all(seconds < own[width] for width, seconds in timings if width in _TELLING) else ()
+
+    def _time_alone(self) -> tuple[tuple[int, float], ...]:
+        self._spread(alone=True)
+        timings = tuple(self._model.warm_up(_ALONE_STEPS))
+        self._read_opening()
+        return timings
+
+    def _spread(self, *, alone: bool) -> None:
+        """Compute on the drafts' cores, too, or on one's own."""
+        settings = self._settings
+        if alone is self._alone or not settings.spare_cores:
+            return
+        cores = (*settings.cores, *settings.spare_cores) if alone else settings.cores
+        pin_threads(cores)
+        model: Any = self._model  # in llama.cpp: others have no spare cores
+        model.use_threads(len(cores))
+        self._alone = alone
+
+    def verify(
+        self, jobs: Sequence[VerifyJob], picks: Sequence[ProbsPick | None], alone: bool, *probs: Sent
+    ) -> TargetReply:
+        """One pass.
+
+        Args:
+            picks: whose are which of `probs`.
+            alone: no draft works beside it, so that their cores may be used.
+            probs: what draft actors returned, handed on by reference.
+        """
+        with self._busy:
+            self._spread(alone=alone)
+            reply = self._model.verify(jobs, picked(picks, probs))
+            return replace(reply, alone=True) if self._alone else reply
 
     def release(self, request_id: str) -> None:
         with self._busy:
@@ -172,6 +224,7 @@ def _load_llama_cpp(settings: TargetSettings) -> LlamaCppTarget:
         slots=settings.slots,
         vocab_size=settings.vocab_size,
         gpu_layers=settings.gpu_layers,
+        repack=settings.repack,
     )
 
 

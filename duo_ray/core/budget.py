@@ -128,7 +128,7 @@ class SharedBudget:
         if rows == 1:
             return [seat.controller.plan() for seat in seats]
         if busy:
-            self._expected = True, self._seconds((), (), rows, drafts)
+            self._expected = True, self._seconds((), (), rows, drafts, busy=True)
         free = [i for i, seat in enumerate(seats) if not seat.busy]
         plans = [Plan(0, 0, False, "draft is busy")] * len(seats)
         for seat in seats:
@@ -138,7 +138,7 @@ class SharedBudget:
             for i, plan in zip(free, shared, strict=True):
                 plans[i] = plan
             at_work = any((plan.gamma or plan.lead or plan.read) and plan.reason != PROBE for plan in plans)
-            self._expected = busy or at_work, self._seconds(seats, plans, rows, drafts)
+            self._expected = busy or at_work, self._seconds(seats, plans, rows, drafts, busy=busy)
         return plans
 
     def _plan(self, seats: Sequence[Seat], rows: int, drafts: int, *, all_free: bool) -> list[Plan]:
@@ -154,7 +154,7 @@ class SharedBudget:
             # One that has little to read, else the one that has waited longest.
             near = [i for i, seat in enumerate(seats) if seat.behind <= _NEAR] or range(len(seats))
             asked = max(near, key=lambda i: self._idle[seats[i].controller])
-            if all_free and (probe := self._probe(rows, seats[asked].behind)) is not None:
+            if all_free and (probe := self._probe(seats, rows, drafts, seats[asked].behind)) is not None:
                 plans[asked] = probe
         for seat, plan in zip(seats, plans, strict=True):
             if plan.gamma or plan.lead or plan.read:
@@ -188,8 +188,8 @@ class SharedBudget:
                 self._turns[seats[i].controller] += 1
         return plans
 
-    def _seconds(self, seats: Sequence[Seat], plans: Sequence[Plan], rows: int, drafts: int) -> float:
-        """How long the coming round should take."""
+    def _seconds(self, seats: Sequence[Seat], plans: Sequence[Plan], rows: int, drafts: int, *, busy: bool) -> float:
+        """How long the coming round should take; `busy`: a draft is at work for an earlier one."""
         costs = self.costs
         leading = [
             (seat.controller, plan.lead) for seat, plan in zip(seats, plans, strict=True) if plan.lead and not seat.hand
@@ -201,7 +201,8 @@ class SharedBudget:
         ]
         tokens = rows + sum(seat.hand for seat in seats) + sum(lead for _, lead in leading)
         drafting = draft_call_seconds(costs, writing, drafts)
-        return lead_seconds + max(costs.target_seconds(tokens), drafting) + costs.overhead
+        alone = not busy and drafting == 0.0 and not any(plan.read for plan in plans)
+        return lead_seconds + max(costs.target_seconds(tokens, alone=alone), drafting) + costs.overhead
 
     def _readable(self, rows: int, writing: Sequence[Seat], shared: Plan) -> int:
         """Ids a draft can read beside what it writes while the target is busy; any number when it writes nothing."""
@@ -266,30 +267,41 @@ class SharedBudget:
         rounds = self.costs.draft_seconds(max(1, behind)) / self.costs.target_seconds(rows)
         return rounds * self._slowdown.extra / (2 * self._TURN)
 
-    def _probe(self, rows: int, behind: int) -> Plan | None:
+    def _hopeless(self, seats: Sequence[Seat], rows: int, drafts: int) -> bool:
+        """Whether drafting would not pay if all that is drafted were accepted."""
+        right = [Chances(1.0, 1.0, pace=seat.controller.acceptance.pace) for seat in seats]
+        rates = shared_rates(self._leads, self._gammas, self.costs, right, rows=rows, drafts=drafts)
+        best = float(np.where(self._allowed, rates, 0.0).max())
+        return best < self._RETURN * float(rates[0, 0, 0])
+
+    def _probe(self, seats: Sequence[Seat], rows: int, drafts: int, behind: int) -> Plan | None:
         """A small block of one request, if one is due and paid for: one for all requests, not for each.
 
         No one waits for it, so its price is what a draft at work slows the target down by, and what it adds to a pass.
+        Where even a draft that is always right would not pay, there is only its speed to be learned, and that costs
+        all that can be saved.
         """
         costs = self.costs
-        second = costs.target_seconds(rows)
-        self._savings = min(self._savings + self._PROBE_SHARE * second, self._SAVED_ROUNDS * second)
+        second, plain = costs.target_seconds(rows), costs.target_seconds(rows, alone=True)
+        self._savings = min(self._savings + self._PROBE_SHARE * plain, self._SAVED_ROUNDS * plain)
         self._wait -= 1
         if self._wait > 0:
             return None
         size = max(2, self._policy.gamma_min)
         drafting = draft_call_seconds(costs, [(size, behind)], 1)
-        cost = costs.target_seconds(rows + size - 1) - second
-        cost += max(second, drafting) * self._slowdown.extra
+        cost = max(second, drafting) * self._slowdown.extra
         if self._policy.overlap is False:
             plan = Plan(size, 0, False, PROBE)
-            cost += drafting
+            cost += costs.target_seconds(rows + size - 1, alone=True) - plain + drafting
         else:
             plan = Plan(0, size, True, PROBE)
+            cost += costs.target_seconds(rows + size - 1) - plain
+        if self._hopeless(seats, rows, drafts):
+            cost = max(cost, 0.99 * self._SAVED_ROUNDS * plain)
         if cost > self._savings:
             return None
         self._savings -= cost
-        free = size * costs.draft_seconds(1) <= second
+        free = max(second, size * costs.draft_seconds(1)) <= plain
         self._gap = min(2 * self._gap, self._FREE_GAP * rows if free else self._LONGEST_GAP)
         self._wait = self._gap
         return plan
@@ -328,7 +340,8 @@ def shared_rates(
 
         P(someone leads) lead T_draft(those who lead) + max(T_target(all tokens), D(s gamma) + R) + overhead.
 
-    R: those who do not draft get one token a round, which the draft has to read before it is their turn.
+    R: those who do not draft get one token a round, which the draft has to read before it is their turn. In rounds in
+    which it neither writes a block nor reads, the target is alone at work.
 
     Args:
         chances: of each request, the worthiest first.
@@ -358,7 +371,9 @@ def shared_rates(
     leading = _summed(1.0 - holds) / drafts
     someone = 1.0 - np.exp(_summed(np.log(np.maximum(holds, 1e-12))))
     lead_seconds = someone * lead * costs.draft_curve(np.maximum(leading, 1.0)) * mean_pace
-    seconds = lead_seconds + np.maximum(costs.target_curve(rows + _summed(tokens)), drafting) + costs.overhead
+    beside, alone = (costs.target_curve(rows + _summed(tokens), alone=each) for each in (False, True))
+    at_work = (count > 0) & ((gamma > 0) | (count < len(chances)))
+    seconds = lead_seconds + np.maximum(np.where(at_work, beside, alone), drafting) + costs.overhead
     return np.asarray((rows + _summed(committed)) / seconds)
 
 

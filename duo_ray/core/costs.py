@@ -33,6 +33,10 @@ _LEVEL = 0.3**2
 """Variance, in log-seconds, of the whole curve: another load on the machine, a longer context."""
 _SHAPE = 0.2**2
 """Variance of the curve's shape, per doubling of the width."""
+_APART = 0.5**2, 0.2**2
+"""The same two variances of the difference between passes with all cores and passes beside a draft."""
+_APART_STAYS = 0.1
+"""Share of these variances that comes back: once known, the two kinds of passes change together."""
 _FORGET = 0.005
 """Share of what was known that one more observation makes doubtful again."""
 _DRIFT = 0.03**2
@@ -50,6 +54,9 @@ class _Curve:
 
     A pause of the process only ever makes a pass slower. So a value far above the estimate is set aside; the third in a
     row is believed, at once and for all widths. A value far below is believed immediately.
+
+    Passes of a second kind, `alone`, have a curve of their own from the first one on, which begins as the other one and
+    shares its level: when passes of either kind become slower, so do the estimates of the other.
     """
 
     def __init__(self, dense: int, slope: float) -> None:
@@ -59,19 +66,27 @@ class _Curve:
         self._mean = np.log1p(slope * (widths - 1))
         self._prior = _LEVEL + _SHAPE * np.minimum(doublings[:, None], doublings[None, :])
         self._covariance = self._prior
+        self._apart = _APART[0] + _APART[1] * np.minimum(doublings[:, None], doublings[None, :])
         self._slow_in_a_row = 0
         self._widths = widths
+        self._rising: Array | None = None  # estimates at all widths, until the next observation
         self.seen: tuple[int, ...] = ()
+        self.seen_alone: tuple[int, ...] = ()
 
-    def observe(self, width: int, seconds: float) -> None:
+    def observe(self, width: int, seconds: float, *, alone: bool = False) -> None:
         # Spans come from a wall clock, which may be set back.
         if not (0.0 < seconds < math.inf and 1 <= width <= _WIDEST):
             return
+        self._rising = None
         above = int(np.searchsorted(self._widths, width))
         below = max(0, above - 1)
         share = (self._widths[above] - width) / (self._widths[above] - self._widths[below]) if above else 0.0
-        if not self.seen:
+        if not (self.seen or self.seen_alone):
             self._mean = self._mean + math.log(seconds) - self._between(self._mean, below, above, share)
+        if alone:
+            if len(self._mean) == len(self._widths):
+                self._part()
+            above, below = above + len(self._widths), below + len(self._widths)
         surprise = math.log(seconds) - float(self._between(self._mean, below, above, share))
         # Level and shape have drifted since: less is known than before.
         covariance = (1.0 - _FORGET) * self._covariance + (_FORGET * self._prior + _DRIFT)
@@ -88,17 +103,28 @@ class _Curve:
         gain = row / (variance + _NOISE)
         self._mean = self._mean + gain * surprise
         self._covariance = covariance - np.outer(gain, row)
-        if width not in self.seen:
+        if alone and width not in self.seen_alone:
+            self.seen_alone = (*self.seen_alone, width)
+        elif not alone and width not in self.seen:
             self.seen = (*self.seen, width)
+
+    def _part(self) -> None:
+        """Give passes of the second kind a curve of their own, behind the other one."""
+        apart = np.kron(np.diag([0.0, 1.0]), self._apart)
+        self._mean = np.tile(self._mean, 2)
+        self._covariance = np.tile(self._covariance, (2, 2)) + apart
+        self._prior = np.tile(self._prior, (2, 2)) + _APART_STAYS * apart
 
     @staticmethod
     def _between(values: Array, below: int, above: int, share: float) -> Array:
         """`values` along their first axis at a width between two, `share` of the way back from the one above."""
         return np.asarray(values[above] if share == 0.0 else share * values[below] + (1.0 - share) * values[above])
 
-    def seconds(self, widths: Array | float) -> Array:
+    def seconds(self, widths: Array | float, *, alone: bool = False) -> Array:
         """Estimates at fractional `widths` of any shape, never falling, constant beyond the largest."""
-        return np.asarray(np.interp(widths, self._widths, np.maximum.accumulate(np.exp(self._mean))))
+        if self._rising is None:
+            self._rising = np.maximum.accumulate(np.exp(self._mean.reshape(-1, len(self._widths))), axis=1)
+        return np.asarray(np.interp(widths, self._widths, self._rising[-1 if alone else 0]))
 
     def copy(self) -> _Curve:
         twin = _Curve.__new__(_Curve)
@@ -110,6 +136,9 @@ class Costs:
     """Measured seconds, shared by all requests of a pipeline. Recent values weigh more; outliers are damped.
 
     Until something was measured, the target is taken for 5 times as slow as the draft.
+
+    `alone` everywhere: of target passes beside which no draft works, where these may have more cores. They take no
+    longer than others.
     """
 
     _ASSUMED_TARGET = 0.05
@@ -121,10 +150,10 @@ class Costs:
         self._overheads: deque[float] = deque(maxlen=15)
         self._is_frozen = False
 
-    def observe_target(self, tokens: int, seconds: float) -> None:
+    def observe_target(self, tokens: int, seconds: float, *, alone: bool = False) -> None:
         """One target pass over `tokens` new tokens; more than 1024 teach nothing."""
         if not self._is_frozen:
-            self._target.observe(tokens, seconds)
+            self._target.observe(tokens, seconds, alone=alone)
 
     def observe_draft(self, width: int, seconds: float) -> None:
         """One draft decode that advanced `width` sequences by one token; more than 1024 teach nothing."""
@@ -146,9 +175,9 @@ class Costs:
         if not self._is_frozen and math.isfinite(seconds):
             self._overheads.append(max(0.0, seconds))
 
-    def target_seconds(self, tokens: float) -> float:
+    def target_seconds(self, tokens: float, *, alone: bool = False) -> float:
         """Estimate of T_target(tokens)."""
-        return float(self.target_curve(tokens))
+        return float(self.target_curve(tokens, alone=alone))
 
     def draft_seconds(self, width: float) -> float:
         """Estimate for one draft decode of `width` sequences."""
@@ -159,9 +188,11 @@ class Costs:
         """Median of the last round overheads, seconds."""
         return float(median(self._overheads)) if self._overheads else 0.0
 
-    def target_curve(self, tokens: Array | float) -> Array:
+    def target_curve(self, tokens: Array | float, *, alone: bool = False) -> Array:
         """`target_seconds` for an array of token counts, fractions allowed."""
         curve = self._target.seconds(tokens)
+        if alone and self._target.seen_alone:  # more cores need not be used
+            curve = np.minimum(curve, self._target.seconds(tokens, alone=True))
         if self._target.seen:
             return curve
         known = self._ASSUMED_RATIO * self._draft.seconds(1.0) if self._draft.seen else self._ASSUMED_TARGET
@@ -192,10 +223,11 @@ class Costs:
     def as_dict(self) -> dict[str, Any]:
         """Estimates at powers of two among the widths seen and at the widest, for JSON.
 
-        {"target": {"1": s, ...}, "draft": {...}, "overhead": s}
+        {"target": {"1": s, ...}, "alone": {...}, "draft": {...}, "overhead": s}
         """
         return {
             "target": {str(n): self.target_seconds(n) for n in _telling(self._target.seen)},
+            "alone": {str(n): self.target_seconds(n, alone=True) for n in _telling(self._target.seen_alone)},
             "draft": {str(n): self.draft_seconds(n) for n in _telling(self._draft.seen)},
             "overhead": self.overhead,
         }
@@ -211,6 +243,8 @@ class Costs:
         try:
             for tokens, seconds in stored["target"].items():
                 costs.observe_target(int(tokens), float(seconds))
+            for tokens, seconds in stored.get("alone", {}).items():
+                costs.observe_target(int(tokens), float(seconds), alone=True)
             for width, seconds in stored["draft"].items():
                 costs.observe_draft(int(width), float(seconds))
             costs.observe_overhead(float(stored["overhead"]))

@@ -1,9 +1,9 @@
 """How much to draft, decided step by step from measured times and acceptance.
 
 The published rule is gamma = T_target / T_draft: draft for as long as the target is busy (DuoDecoding, arXiv
-2503.00784). A request starts from it. As soon as something is known about acceptance, the (lead, gamma) with the most
-expected committed tokens per second is picked instead (`tokens_per_second`), and none at all when plain decoding is
-expected to be faster.
+2503.00784). A request starts from it, where a target with a draft beside it is as fast as one alone. As soon as
+something is known about acceptance, the (lead, gamma) with the most expected committed tokens per second is picked
+instead (`tokens_per_second`), and none at all when plain decoding is expected to be faster.
 
 Nothing here draws random numbers or reads a clock: the same observations give the same plans.
 """
@@ -101,7 +101,7 @@ def tokens_per_second(
 
         rate = ((1 - w) commits_EMPTY + v commits_HAND) / ((1 - w) seconds_EMPTY + v seconds_HAND).
 
-    gamma = 0 is sequential speculation (v = 0), and with lead = 0 plain decoding.
+    gamma = 0 is sequential speculation (v = 0), and with lead = 0 plain decoding; the target is alone at work then.
 
     Args:
         share: how much of gamma the best sequence of a block gets, its head included: m = share gamma - 1, written in
@@ -120,8 +120,9 @@ def tokens_per_second(
     more_to_read = costs.draft_seconds(max(1.0, reading)) - costs.draft_seconds(1)
     drafting = decodes * costs.draft_curve(gammas / np.maximum(decodes, 1.0)) / speed + more_to_read * (gammas > 0)
     lead_seconds = leads * (costs.draft_seconds(1) / speed) + more_to_read * (leads > 0)
+    beside, alone = (costs.target_curve(leads + 1.0, alone=each)[:, None] for each in (False, True))
     empty_seconds = (lead_seconds + costs.overhead)[:, None] + np.maximum(
-        costs.target_curve(leads + 1.0)[:, None], drafting[None, :]
+        np.where(gammas > 0, beside, alone), drafting[None, :]
     )
     hand_seconds = np.maximum(costs.target_curve(tails + 1.0), drafting) + costs.overhead
     bet = np.where(gammas > 0, head, 0.0)
@@ -141,14 +142,16 @@ class GammaController:
     Plain decoding begins when no plan is expected to be 1% faster, and ends when one is expected to be 4% faster. In
     between, small probes beside the target's pass keep the estimates alive: each after twice as many steps as the one
     before (up to 6 where they fit beside the pass, 256 where they do not), and only when the time a probe may cost has
-    been saved up from 2% of the time of plain decoding. A bet won by a probe is followed by another at once.
+    been saved up from 2% of the time of plain decoding (1% where a target alone is faster than one beside a draft). A
+    bet won by a probe is followed by another at once.
     """
 
     _LEAVE, _RETURN = 1.01, 1.04
     _SWITCH = 1.01
-    _PROBE_SHARE = 0.02
+    _PROBE_SHARE, _COSTLY_PROBE_SHARE = 0.02, 0.01
     _SAVED_STEPS = 2.0
     _FREE_GAP, _LONGEST_GAP = 6, 256
+    _RESTS = 8
 
     def __init__(self, policy: Policy, costs: Costs, acceptance: Acceptance) -> None:
         self.acceptance = acceptance.for_request()
@@ -161,22 +164,33 @@ class GammaController:
         """How much of a block's budget its best sequence has been getting."""
         self._reading = 1.0
         self._plain = False
-        self._savings = 0.0
         self._gap = self._wait = 1
+        self._resting = 0
+        """For how many steps there is nothing to decide, unless a probe can be paid: planning takes time, too."""
+        self._price, self._why_plain = 0.0, ""
 
     def plan(self) -> Plan:
         """For the coming step."""
         if not self._allowed.any():
             return Plan(0, 0, False, "plain: the configuration leaves nothing to draft")
-        second = self.costs.target_seconds(1) + self.costs.overhead
-        self._savings = min(self._savings + self._PROBE_SHARE * second, self._SAVED_STEPS * second)
+        costs = self.costs
+        plain = costs.target_seconds(1, alone=True)
+        second, share = plain + costs.overhead, self._PROBE_SHARE
+        if costs.target_seconds(1) > plain:  # no probe is free, and all that is saved up will be spent
+            share = self._COSTLY_PROBE_SHARE
+        self._pooled.savings = min(self._pooled.savings + share * second, self._SAVED_STEPS * second)
+        if self._plain and self._resting and self._pooled.savings < self._price:
+            self._resting -= 1
+            self._wait -= 1
+            return Plan(0, 0, False, self._why_plain)
         lead, gamma = self._best()
         gain = self._gain(lead, gamma)
         self._plain = self._policy.fallback and gain < (self._RETURN if self._plain else self._LEAVE)
         if not self._plain:
             self._gap = self._wait = 1
             return Plan(lead, gamma, gamma > 0, "fixed" if self._allowed.sum() == 1 else "auto")
-        return self._probe() or Plan(0, 0, False, f"plain: drafting {gain:.2f}x of plain decoding")
+        self._why_plain = f"plain: drafting {gain:.2f}x of plain decoding"
+        return self._probe(lead, gamma, gain) or Plan(0, 0, False, self._why_plain)
 
     def observe_reading(self, read: int, behind: int) -> None:
         """The draft read `read` ids of its own for `behind` ids of the target's."""
@@ -230,8 +244,10 @@ class GammaController:
     def _best(self) -> tuple[int, int]:
         """(lead, gamma) with the highest rate; the one before stays while it is within 1% of that."""
         rates = np.where(self._allowed, self._rates(self._leads, self._gammas, self._policy.gamma_scale), 0.0)
-        if self._policy.draft_budget is None and self._policy.overlap is not False and not self.acceptance.known:
-            ratio = self._policy.gamma_scale * self.costs.target_seconds(1) / self._draft_seconds(1)
+        second, plain = self.costs.target_seconds(1), self.costs.target_seconds(1, alone=True)
+        automatic = self._policy.draft_budget is None and self._policy.overlap is not False
+        if automatic and not self.acceptance.known and second <= plain:
+            ratio = self._policy.gamma_scale * second / self._draft_seconds(1)
             start = min(max(round(ratio), self._policy.gamma_min), self._policy.gamma_max)
             rates[:, self._gammas != start] = 0.0
         best = divmod(int(rates.argmax()), rates.shape[1])
@@ -244,7 +260,8 @@ class GammaController:
         """Rate of a plan as a multiple of plain decoding's, with the draft's true speed."""
         costs = self.costs
         rate = self._rates(np.array([float(lead)]), np.array([float(gamma)]), 1.0)
-        return float(rate[0, 0]) * (costs.target_seconds(1) + costs.overhead) / (1.0 + self._policy.contention)
+        plain = costs.target_seconds(1, alone=True) + costs.overhead
+        return float(rate[0, 0]) * plain / (1.0 + self._policy.contention)
 
     def _rates(self, leads: Array, gammas: Array, speed: float) -> Array:
         chances = self.acceptance
@@ -253,13 +270,17 @@ class GammaController:
             speed=speed / chances.pace, reading=self._reading,
         )  # fmt: skip
 
-    def _probe(self) -> Plan | None:
-        """A small block, if one is due and paid for; with a fast draft a lead of one token too, if paid for."""
+    def _probe(self, lead: int, gamma: int, gain: float) -> Plan | None:
+        """A small block, if one is due and paid for; with a fast draft a lead of one token too, if paid for.
+
+        Where no probe is free it is a step by the best plan, at the price of what that is expected to lose. Where even
+        a draft that is always right would not pay, there is only its speed to be learned, at the price of a step.
+        """
         costs, policy = self.costs, self._policy
         self._wait -= 1
         if self._wait > 0:
             return None
-        second, token = costs.target_seconds(1), self._draft_seconds(1)
+        second, plain, token = costs.target_seconds(1), costs.target_seconds(1, alone=True), self._draft_seconds(1)
         fits = int(second / token) - 1  # one decode less: the draft has to catch up with the context
         # With a draft slower than the target its speed is in doubt, not its guesses: one token tells.
         size = min(max(fits, 2), 4) if fits >= 0 else 1
@@ -267,26 +288,43 @@ class GammaController:
             min(max(size, policy.gamma_min), policy.gamma_max) if policy.draft_budget is None else policy.draft_budget
         )
         if policy.overlap is False:
-            plan = Plan(policy.lead or size, 0, False, PROBE)
+            probe = Plan(policy.lead or size, 0, False, PROBE)
             block = 0.0
         else:
-            plan = Plan(0, size, True, PROBE)
-            block = max(0.0, size * token - second) + self.acceptance.head * (costs.target_seconds(size) - second)
+            probe = Plan(0, size, True, PROBE)
+            block = max(second, size * token) - plain + self.acceptance.head * (costs.target_seconds(size) - second)
             block += policy.contention * second
-        cost = block + self._lead_cost(plan.lead)
-        if plan.overlap and policy.lead is None and fits >= 4 and cost + self._lead_cost(1) <= self._savings:
-            plan, cost = replace(plan, lead=1), cost + self._lead_cost(1)
-        if cost > self._savings:
+        cost = block + self._lead_cost(probe.lead, alone=not probe.overlap)
+        one_more = self._lead_cost(1, alone=False)
+        if second > plain:
+            probe = Plan(lead, gamma, gamma > 0, PROBE)
+            usual = second if gamma else plain
+            cost = (1.0 - gain) * (usual + self._lead_cost(lead, alone=gamma == 0) + costs.overhead)
+        elif probe.overlap and policy.lead is None and fits >= 4 and cost + one_more <= self._pooled.savings:
+            probe, cost = replace(probe, lead=1), cost + one_more
+        hopeless = self._hopeless()
+        if hopeless:
+            cost = max(cost, plain + costs.overhead)
+        if cost > self._pooled.savings:
+            self._resting, self._price = self._RESTS if hopeless else 0, cost
             return None
-        self._savings -= cost
-        self._gap = min(2 * self._gap, self._FREE_GAP if size * token <= second else self._LONGEST_GAP)
+        self._resting = 0
+        self._pooled.savings -= cost
+        self._gap = min(2 * self._gap, self._FREE_GAP if max(second, size * token) <= plain else self._LONGEST_GAP)
         self._wait = self._gap
-        return plan
+        return probe
 
-    def _lead_cost(self, lead: int) -> float:
-        """Seconds a lead adds to plain decoding when none of it is accepted."""
-        costs = self.costs
-        return lead * self._draft_seconds(1) + costs.target_seconds(lead + 1) - costs.target_seconds(1)
+    def _hopeless(self) -> bool:
+        """Whether drafting would not pay if all that is drafted were accepted."""
+        speed = 1.0 / self.acceptance.pace
+        rates = tokens_per_second(self._leads, self._gammas, self.costs, token=1.0, head=1.0, speed=speed)
+        plain = self.costs.target_seconds(1, alone=True) + self.costs.overhead
+        return float(rates[self._allowed].max()) * plain < self._RETURN * (1.0 + self._policy.contention)
+
+    def _lead_cost(self, lead: int, *, alone: bool) -> float:
+        """Seconds a lead adds to a pass when none of it is accepted."""
+        one, more = (self.costs.target_seconds(tokens, alone=alone) for tokens in (1, lead + 1))
+        return lead * self._draft_seconds(1) + more - one
 
 
 def choices(policy: Policy) -> tuple[Array, Array, NDArray[np.bool_]]:

@@ -109,7 +109,7 @@ class RoundPlanner(Generic[P]):
         Half as long again as they should take, and no less than a plain pass of a request alone: while one is waited
         for, the other could have been done. When others wait too (`rows` requests in all), a quarter of that.
         """
-        pass_seconds = costs.target_seconds(1)
+        pass_seconds = costs.target_seconds(1, alone=True)
         if rows == 1:
             return max(pass_seconds, _LATENESS * budget * costs.draft_seconds(1) - waited)
         return max(pass_seconds / 4, _LATENESS * self._draft_call - waited)

@@ -7,7 +7,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
@@ -44,6 +44,13 @@ def pin(cores: Sequence[int]) -> str | None:
             f"cannot pin to cores {show_cores(cores)}: {error.strerror}; set hardware.cpu_affinity"
         ) from None
     return None
+
+
+def pin_threads(cores: Iterable[int]) -> None:
+    """Bind all threads this process has to `cores`, where the platform can; those that end meanwhile are left out."""
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task.name), cores)
 
 
 class CoreClaims:

@@ -48,7 +48,7 @@ def read_seconds(path: Path) -> dict[str, float] | None:
     """What `write_seconds` kept; None where nothing usable is."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return {str(name): float(value) for name, value in stored.items()} or None
+        return {str(name): float(value) for name, value in stored.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return None
 

@@ -149,6 +149,10 @@ class LlamaContext:
         """Logits `[V]` of one wanted row of the last decode, in llama.cpp's own memory: valid until the next decode."""
         return np.ctypeslib.as_array(ll.llama_get_logits_ith(self._context, index), (self.vocab_size,))
 
+    def use_threads(self, threads: int) -> None:
+        """From the next decode on. What it computes does not depend on it, to the bit."""
+        ll.llama_set_n_threads(self._context, threads, threads)
+
     def crop(self, seq_id: int, length: int) -> None:
         """Forget what a sequence holds from position `length` on."""
         if not ll.llama_memory_seq_rm(self.memory, seq_id, length, -1):

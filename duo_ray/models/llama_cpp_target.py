@@ -52,6 +52,7 @@ class LlamaCppTarget:
         slots: int = 8,
         vocab_size: int | None = None,
         gpu_layers: int = 0,
+        repack: bool = False,
     ) -> LlamaCppTarget:
         """Load a GGUF file.
 
@@ -61,6 +62,7 @@ class LlamaCppTarget:
             slots: how many requests can be held at once.
             vocab_size: ids the tokenizer knows; ids beyond it pad the output layer and are never emitted. None: all.
             gpu_layers: layers on a GPU, for which llama.cpp must have been built; 0 stays on the CPU.
+            repack: bring the weights into a layout for this CPU's vector units.
 
         Raises:
             LlamaCppError: no such file, not a GGUF, a model that cannot be a target, or no memory for the cache.
@@ -71,7 +73,7 @@ class LlamaCppTarget:
                 raise ValueError(f"{name}={value} must be at least 1")
         context = LlamaContext.load(
             Path(path), use="target", slots=slots, max_context=max_context, sequences=slots, threads=threads,
-            batch_size=_BATCH_SIZE, outputs=_OUTPUTS, gpu_layers=gpu_layers,
+            batch_size=_BATCH_SIZE, outputs=_OUTPUTS, gpu_layers=gpu_layers, repack=repack,
         )  # fmt: skip
         vocab_size = min(vocab_size or context.vocab_size, context.vocab_size)
         return cls(context, slots=slots, max_context=max_context, vocab_size=vocab_size)
@@ -79,6 +81,10 @@ class LlamaCppTarget:
     def close(self) -> None:
         """Free model and KV cache. The object is of no use afterwards; closing it again does nothing."""
         self._context.close()
+
+    def use_threads(self, threads: int) -> None:
+        """Threads of the passes from now on."""
+        self._context.use_threads(threads)
 
     def logits_along(self, ids: Sequence[int], last: int) -> Iterator[Logits]:
         """Logits `[vocab_size]` after each of the last `last` ids of a text; each is valid until the next.

@@ -49,6 +49,8 @@ class Hardware:
     """T_target(n): seconds of a pass over n new tokens, summed over the requests in it."""
     draft: Curve
     """T_draft(k): seconds of a decode that advances k sequences by one token."""
+    alone: Curve | None = None
+    """The same while no draft works, where the target has more cores then; None: no difference."""
     overhead: float = 0.002
     """Seconds of a step that are neither model's work."""
     draft_prompt: float | None = None
@@ -75,11 +77,16 @@ class Hardware:
             InvalidScenario: the costs lack times of the target or of the draft.
         """
         try:
-            target, draft = ({int(n): float(s) for n, s in stored[side].items()} for side in ("target", "draft"))
+            target, draft, alone = (
+                {int(n): float(s) for n, s in each.items()}
+                for each in (stored["target"], stored["draft"], stored.get("alone", {}))
+            )
             overhead = float(stored["overhead"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidScenario(f"no measured times of target and draft ({error!r})") from None
         known: dict[str, Any] = {"target": Curve(target), "draft": Curve(draft, growth=0.3), "overhead": overhead}
+        if alone and "target" not in others:
+            known["alone"] = Curve(alone)
         return cls(**(known | others))
 
 

@@ -27,7 +27,7 @@ from duo_ray.core.gamma import GammaController, Plan, Policy
 from duo_ray.core.round import RoundPlanner
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
-from duo_ray.planning.scenario import Hardware, Text, Traffic
+from duo_ray.planning.scenario import Curve, Hardware, Text, Traffic
 from duo_ray.planning.virtual_time import VirtualTime
 from duo_ray.planning.writer import Writer, Written
 from duo_ray.types import DraftBlock, DraftJob, Request, SamplingParams, Span, Verdict, VerifyJob
@@ -145,12 +145,19 @@ class _World:
         self._slots = asyncio.Semaphore(hardware.slots)
         for n in _WARM_TARGET:
             self.costs.observe_target(n, hardware.target(n))
+            if hardware.alone is not None:
+                self.costs.observe_target(n, hardware.alone(n), alone=True)
         for k in _WARM_DRAFT:
             self.costs.observe_draft(k, hardware.draft(k))
 
     def noisy(self, seconds: float) -> float:
         jitter = self.hardware.jitter
         return seconds * math.exp(jitter * self._random.standard_normal() - jitter**2 / 2.0)
+
+    @property
+    def alone(self) -> Curve | None:
+        """Times of a target pass that begins now, if no draft works beside it and that makes a difference."""
+        return None if any(draft.busy for draft in self._drafts) else self.hardware.alone
 
     async def delivery(self) -> None:
         """What an answer takes to arrive."""
@@ -261,10 +268,11 @@ class _Target:
         """Rows of different length share a pass without padding."""
         world, began = self._world, now()
         tokens = sum(each.width for each in passes)
-        seconds = world.noisy(world.hardware.target(tokens))
+        alone = world.alone
+        seconds = world.noisy((alone or world.hardware.target)(tokens))
         await asyncio.sleep(seconds)
         if not any(each.prefill for each in passes):
-            world.costs.observe_target(tokens, seconds)
+            world.costs.observe_target(tokens, seconds, alone=alone is not None)
         span = Span(began, now())
         return [Judgement(each.verdict, span, len(passes)) for each in passes]
 
@@ -281,6 +289,11 @@ class _Draft:
         self._batcher: Batcher[tuple[DraftJob, Written], DraftBlock] = Batcher(
             self._call, isolate=lambda _: False, limit=world.hardware.slots
         )
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is at work, or about to be."""
+        return self._batcher.busy
 
     async def draft(self, quant: str, job: DraftJob) -> tuple[DraftBlock, None]:  # noqa: ARG002
         request_id = job.context.request_id

@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import ray
@@ -58,9 +59,14 @@ class ScriptedTargetActor(_Recording):
 
     _verb = "verify"
 
-    def __init__(self, slots: int, seconds: float, once: str | None = None) -> None:
-        """`once`: a file that says that it was started before; it then takes 20 seconds."""
+    def __init__(self, slots: int, seconds: float, once: str | None = None, seconds_alone: float | None = None) -> None:
+        """Args:
+        once: a file that says that it was started before; it then takes 20 seconds.
+        seconds_alone: what a pass takes while no draft works, if that makes a difference.
+        """
         super().__init__(seconds)
+        self._seconds_alone = seconds_alone
+        self._alone: list[bool] = []
         if once is not None and Path(once).exists():
             time.sleep(20.0)
         elif once is not None:
@@ -72,12 +78,29 @@ class ScriptedTargetActor(_Recording):
         node = ray.get_runtime_context().get_node_id()
         return TargetInfo(os.getpid(), node, "cpu", "float64", (), CONTEXT, self._model.slots, 0, timings)
 
-    def verify(self, jobs: Sequence[VerifyJob], picks: Sequence[ProbsPick | None], *probs: Sent) -> TargetReply:
+    def measure_alone(self) -> tuple[tuple[int, float], ...]:
+        seconds = self._seconds_alone
+        return () if seconds is None else tuple((n, seconds * (1 + 0.01 * n)) for n in (1, 8))
+
+    def alone(self) -> list[bool]:
+        """Of every pass since the last time, whether no draft was said to work beside it."""
+        found, self._alone = self._alone, []
+        return found
+
+    def verify(
+        self,
+        jobs: Sequence[VerifyJob],
+        picks: Sequence[ProbsPick | None],
+        alone: bool,
+        *probs: Sent,
+    ) -> TargetReply:
         with self._busy:
             self._calls.append([(job.context.request_id, len(job.context.ids) + len(job.block)) for job in jobs])
+            self._alone.append(alone)
             reply = self._model.verify(jobs, picked(picks, probs))
-            time.sleep(self._seconds)
-            return reply
+            spreads = alone and self._seconds_alone is not None
+            time.sleep(self._seconds_alone if spreads else self._seconds)
+            return replace(reply, alone=spreads)
 
     def _answer(self, argument: Judged, parts: wire.Parts) -> tuple[TargetReply, wire.Parts]:
         return self.verify(*argument, *parts), ()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from duo_ray.actors import choose
-from duo_ray.actors.choose import choose_engine, gpu_layers
+from duo_ray.actors.choose import choose_engine, choose_layout, gpu_layers
 from duo_ray.config import ConfigError, load_config
 from duo_ray.hardware.machine import Machine, detect_machine
 from duo_ray.hardware.placement import Plan, Share
@@ -39,11 +39,12 @@ def test_the_faster_engine_is_chosen_measured_once_and_said(
 ) -> None:
     calls: list[Path] = []
 
-    def measure(path: Path, *_: object) -> dict[str, float]:
+    def measure(path: Path, *_: object) -> float:
         calls.append(path)
-        return dict(zip(("llama_cpp", "transformers"), seconds, strict=True))
+        return seconds[1]
 
-    monkeypatch.setattr(choose, "engine_seconds", measure)
+    monkeypatch.setattr(choose, "transformers_seconds", measure)
+    monkeypatch.setattr(choose, "layout_seconds", lambda *_: {"plain": 9.0, "repacked": seconds[0]})
     for _ in range(2):
         chosen, [note] = choice(model)
         assert chosen == engine
@@ -54,17 +55,52 @@ def test_the_faster_engine_is_chosen_measured_once_and_said(
 
 
 def test_a_model_that_one_engine_cannot_run_gets_the_other(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "engine_seconds", lambda *_: {"llama_cpp": 9.0})
+    monkeypatch.setattr(choose, "transformers_seconds", lambda *_: None)
+    monkeypatch.setattr(choose, "layout_seconds", lambda *_: {"plain": 9.0})
     chosen, [note] = choice(model)
     assert chosen == "llama_cpp"
     assert "the one that runs this model" in note
+
+
+def test_a_model_for_neither_engine_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "transformers_seconds", lambda *_: None)
+    monkeypatch.setattr(choose, "layout_seconds", lambda *_: {})
+    with pytest.raises(DuoRayError, match=r"tiny\.gguf runs neither in llama\.cpp nor"):
+        choice(model)
+
+
+@pytest.mark.parametrize(("seconds", "repacked"), [((0.1, 0.2), False), ((0.2, 0.1), True)])
+def test_the_faster_layout_is_chosen_measured_once_and_said(
+    model: str, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float], repacked: bool
+) -> None:
+    calls: list[Path] = []
+
+    def measure(path: Path, *_: object) -> dict[str, float]:
+        calls.append(path)
+        return dict(zip(("plain", "repacked"), seconds, strict=True))
+
+    monkeypatch.setattr(choose, "layout_seconds", measure)
+    for _ in range(2):
+        notes: list[str] = []
+        assert choose_layout(Path(model), CPU, MACHINE, notes, lambda _text, _share: None) is repacked
+        assert ("repacked, the faster" in notes[0]) is repacked
+    assert calls == [Path(model)]
+    assert not choose_layout(Path(model), GPU, MACHINE, [], lambda _text, _share: None)
+
+
+def test_weights_with_one_layout_are_left_as_they_are(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "layout_seconds", lambda *_: {"plain": 9.0})
+    notes: list[str] = []
+    assert not choose_layout(Path(model), CPU, MACHINE, notes, lambda _text, _share: None)
+    assert notes == []
 
 
 def test_nothing_is_measured_where_there_is_no_choice(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(*_: object) -> dict[str, float]:
         raise DuoRayError("measured")
 
-    monkeypatch.setattr(choose, "engine_seconds", measure)
+    monkeypatch.setattr(choose, "transformers_seconds", measure)
+    monkeypatch.setattr(choose, "layout_seconds", measure)
     assert choice(model, engine="llama_cpp") == ("llama_cpp", [])
     assert choice(model, engine="transformers") == ("transformers", [])
     assert choice("demo") == ("transformers", [])

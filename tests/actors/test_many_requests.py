@@ -252,3 +252,31 @@ def test_cancelling_while_the_target_restarts_does_not_wait_for_it(settings, clu
         asyncio.run(asyncio.wait_for(scenario(), 240))
     finally:
         ray.kill(target)
+
+
+def test_a_target_that_gains_by_it_is_told_when_no_draft_works_and_its_times_are_kept_apart(models, settings):
+    target = ray.remote(ScriptedTargetActor).options(num_cpus=0).remote(SLOTS, 0.02, None, 0.008)
+
+    async def one_after_the_other(coordinator):
+        await read(coordinator, request("alone", tokens=12, draft=False))
+        alone = ray.get(target.alone.remote())
+        await read(coordinator, request("led", tokens=40, draft_budget=4))
+        return alone, ray.get(target.alone.remote()), coordinator.describe().measured
+
+    alone, beside, measured = run(one_after_the_other, settings, (target, models[1]))
+    assert alone == [True] * 12
+    assert beside.count(False) > len(beside) / 2  # at the end there is nothing left to draft
+    assert measured["alone"]["1"] < 0.75 * measured["target"]["1"]
+
+
+def test_a_target_that_gains_nothing_by_it_is_never_told_to_use_the_drafts_cores(models, settings):
+    target, _ = models
+
+    async def without_draft(coordinator):
+        ray.get(target.alone.remote())
+        await read(coordinator, request("alone", tokens=5, draft=False))
+        return ray.get(target.alone.remote()), coordinator.describe().measured
+
+    alone, measured = run(without_draft, settings, models)
+    assert alone == [False] * 5
+    assert measured["alone"] == {}

@@ -73,6 +73,6 @@ def test_a_target_runs_only_the_users_words(demo_gguf: Path, demo_target: Path) 
         quantization="none", gpu_layers=0, warmup_steps=1, opening=opening, node="here",
     )  # fmt: skip
     context = IdLog(ids).context("r", agreed=0, prompt_length=len(ids))
-    reply = TargetActor(settings).verify([VerifyJob(context, (), GREEDY)], [None])
+    reply = TargetActor(settings).verify([VerifyJob(context, (), GREEDY)], [None], False)
     assert reply.verdicts[0].cached == len(opening)
     assert reply.tokens == len(ids) - len(opening)

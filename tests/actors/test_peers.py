@@ -26,7 +26,7 @@ class DeadActor:
 
 def test_a_target_that_will_not_come_back_is_unhealthy_with_the_reason():
     async def lose():
-        peer = TargetPeer(DeadActor(), Meter(), limit=1, observe=lambda _: None)
+        peer = TargetPeer(DeadActor(), Meter(), limit=1, alone=lambda: False, observe=lambda _: None)
         peer.check()
         with pytest.raises(TargetLost):
             await peer.verify(None, None)

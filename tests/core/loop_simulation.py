@@ -40,6 +40,8 @@ class World:
     """How many times slower both models are while both work (seen by no curve: their levels follow both)."""
     share: float = 1.0
     """How much of gamma the best sequence gets, its head included."""
+    spread: float = 1.0
+    """How many times faster the target is while no draft works."""
     by_position: Callable[[int], float] | None = None
     """Chance of the i-th token of a lead or tail, in place of `token`."""
 
@@ -56,6 +58,10 @@ class World:
 
     def chance(self, position: int) -> float:
         return self.token if self.by_position is None else self.by_position(position)
+
+    def target_pass(self, tokens: float, *, alone: bool) -> float:
+        """Seconds of a target pass beside which a draft works, or none."""
+        return self.target(tokens) / (self.spread if alone else 1.0)
 
     def draft(self, width: float) -> float:
         """Seconds of one draft decode."""
@@ -76,6 +82,8 @@ def calibrated(world: World) -> Costs:
     costs = Costs()
     for tokens in (1, 8):
         costs.observe_target(tokens, world.target(tokens))
+        if world.spread > 1.0:
+            costs.observe_target(tokens, world.target_pass(tokens, alone=True), alone=True)
     costs.observe_draft(1, world.draft(1))
     costs.observe_overhead(world.overhead)
     return costs
@@ -96,7 +104,8 @@ def rate(world: World, plan: Plan) -> float:
     lead, tail = world.survival(plan.lead), world.survival(world.tail(gamma))
     drafting = world.block_seconds(gamma)
     bet = world.bet if gamma else 0.0
-    empty_seconds = plan.lead * world.draft(1) + max(world.target(len(lead)), drafting) + world.overhead
+    empty_pass = world.target_pass(len(lead), alone=gamma == 0)
+    empty_seconds = plan.lead * world.draft(1) + max(empty_pass, drafting) + world.overhead
     hand_seconds = max(world.target(len(tail)), drafting) + world.overhead
     into, stay = lead[-1] * bet, tail[-1] * bet
     # Time spent in each state: leaving EMPTY balances leaving HAND.
@@ -145,7 +154,8 @@ class Loop:
             accepted += 1
         bet_won = bool(self._random.random() < world.bet) if gamma and accepted == proposed else None
         self._hand = world.tail(gamma) if bet_won else None
-        seconds = max(world.target(proposed + 1), world.block_seconds(gamma)) + lead * world.draft(1) + world.overhead
+        target = world.target_pass(proposed + 1, alone=gamma == 0)
+        seconds = max(target, world.block_seconds(gamma)) + lead * world.draft(1) + world.overhead
         seconds *= world.contention if gamma or lead else 1.0
         committed = sum(world.survival(proposed))
         return Step(plan, committed, seconds, proposed, accepted, bet_won, proposed + 1)
@@ -157,7 +167,9 @@ class Loop:
     def show(self, step: Step, costs: Costs) -> None:
         """What the clocks showed in a step."""
         world, gamma = self.world, step.plan.gamma
-        costs.observe_target(step.tokens, self._measured(world.target(step.tokens)))
+        alone = gamma == 0
+        seconds = world.target_pass(step.tokens, alone=alone)
+        costs.observe_target(step.tokens, self._measured(seconds), alone=alone and world.spread > 1.0)
         if step.plan.lead and step.proposed:
             costs.observe_draft(1, self._measured(world.draft(1)))
         if gamma:
@@ -197,6 +209,8 @@ class Crowd:
         self.costs = Costs()
         for n in (1, 8, 32):
             self.costs.observe_target(n, world.target(n))
+            if world.spread > 1.0:
+                self.costs.observe_target(n, world.target_pass(n, alone=True), alone=True)
         for width in (1, 4):
             self.costs.observe_draft(width, world.draft(width))
         self.budget = SharedBudget(Policy(), self.costs)
@@ -236,13 +250,15 @@ class Crowd:
         rows = sum(1 + member.hand + lead for member, lead in zip(members, leads, strict=True))
         drafting = sum(world.draft(width) for width in widths)
         slower = world.contention if drafting or busy else 1.0
-        seconds = lead_seconds + slower * max(world.target(rows), drafting if waited else 0.0) + world.overhead
+        alone = not (drafting or busy)
+        target = world.target_pass(rows, alone=alone)
+        seconds = lead_seconds + slower * max(target, drafting if waited else 0.0) + world.overhead
         self._elapsed = seconds
         self._reading = max(0.0, max(self._reading, drafting) - seconds / slower)
         for member, plan in zip(members, plans, strict=True):
             member.behind -= plan.read
         committed = [m.step(lead, block, self._random) for m, lead, block in zip(members, leads, blocks, strict=True)]
-        self.costs.observe_target(rows, self._measured(world.target(rows)))
+        self.costs.observe_target(rows, self._measured(target), alone=alone and world.spread > 1.0)
         for width in widths:
             self.costs.observe_draft(width, self._measured(world.draft(width)))
         return Round(sum(committed), seconds, sum(blocks) + sum(leads), [block > 0 for block in blocks])
@@ -253,7 +269,7 @@ class Crowd:
     @property
     def plain_rate(self) -> float:
         """Tokens per second of plain batched decoding."""
-        return len(self.requests) / (self.world.target(len(self.requests)) + self.world.overhead)
+        return len(self.requests) / (self.world.target_pass(len(self.requests), alone=True) + self.world.overhead)
 
 
 @dataclass(frozen=True, slots=True)

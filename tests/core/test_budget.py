@@ -59,6 +59,15 @@ def test_costs_that_no_curve_shows_are_found_in_the_time_of_rounds(count: int, t
     assert gain(crowd(count, 3.5, token, contention=1.4), 150) >= 0.95
 
 
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("spread", [1.2, 1.9])
+@pytest.mark.parametrize("token", [0.05, 0.65, 0.9])
+def test_nothing_is_lost_of_a_target_that_has_all_cores_while_no_draft_works(
+    count: int, spread: float, token: float
+) -> None:
+    assert gain(crowd(count, 7, token, spread=spread), 80) >= 0.95
+
+
 def test_the_formula_for_one_request_is_that_of_the_controller() -> None:
     costs = Costs()
     for n in (1, 8, 32):
@@ -99,9 +108,14 @@ def test_drafting_shrinks_smoothly_with_the_load_and_grows_back() -> None:
 
 
 def test_a_slow_draft_serves_as_many_as_it_can() -> None:
-    world = crowd(8, ratio=2, token=0.8)
+    world = crowd(8, ratio=5, token=0.8)
     [world.round() for _ in range(10)]
-    assert 0 < drafted(world) < 0.5
+    assert 0.1 < drafted(world) < 1.5
+
+
+def test_a_draft_that_could_not_pay_if_it_were_always_right_is_hardly_ever_asked() -> None:
+    world = crowd(8, ratio=2, token=0.95)
+    assert 0 < sum(world.round().drafted > 0 for _ in range(1500)) <= 4
 
 
 # --- who drafts

@@ -74,6 +74,41 @@ def test_a_pass_of_many_requests_is_learned_and_interpolated() -> None:
     assert 5.0 < costs.target_seconds(250) < 7.0
 
 
+# --- passes beside which no draft works
+
+
+def test_without_any_the_estimates_are_those_of_other_passes() -> None:
+    costs = calibrated(World())
+    assert costs.target_seconds(8, alone=True) == costs.target_seconds(8)
+    assert costs.as_dict()["alone"] == {}
+
+
+def test_both_kinds_of_passes_have_a_curve_of_their_own_and_survive_json() -> None:
+    costs = Costs()
+    for _ in range(10):
+        for tokens, seconds in ((1, 0.08), (8, 0.16)):
+            costs.observe_target(tokens, seconds)
+            costs.observe_target(tokens, seconds / 1.9, alone=True)
+    costs.observe_overhead(0.0)
+    again = Costs.from_dict(json.loads(json.dumps(costs.as_dict())))
+    for each in (costs, costs.frozen(), costs.other_draft(), again):
+        for tokens, seconds in ((1, 0.08), (8, 0.16)):
+            assert each.target_seconds(tokens) == pytest.approx(seconds, rel=0.06)
+            assert each.target_seconds(tokens, alone=True) == pytest.approx(seconds / 1.9, rel=0.06)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_passes_of_one_kind_tell_of_the_machine_what_the_other_kind_has_not_seen_yet(alone: bool) -> None:
+    costs = Costs()
+    for _ in range(10):
+        for tokens in (1, 8):
+            costs.observe_target(tokens, 0.08)
+            costs.observe_target(tokens, 0.04, alone=True)
+    for _ in range(20):
+        costs.observe_target(1, 0.06 if alone else 0.12, alone=alone)
+    assert costs.target_seconds(1, alone=not alone) == pytest.approx(0.12 if alone else 0.06, rel=0.1)
+
+
 def test_overhead_is_the_median_of_late() -> None:
     costs = Costs()
     for seconds in (0.002, 0.003, 9.0, -0.1, 0.004, math.nan):

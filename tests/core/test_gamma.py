@@ -10,7 +10,7 @@ import pytest
 
 from duo_ray.core.acceptance import Acceptance
 from duo_ray.core.costs import Costs
-from duo_ray.core.gamma import GammaController, Plan, Policy, tokens_per_second
+from duo_ray.core.gamma import PROBE, GammaController, Plan, Policy, tokens_per_second
 from tests.core.loop_simulation import Loop, Step, World, best_plan, calibrated, earned, known, plain_rate, rate
 
 RATIOS = (2.0, 3.5, 7.0, 12.0, 24.0, 40.0)
@@ -133,6 +133,54 @@ def test_a_useless_draft_costs_under_3_percent_of_a_run(ratio: float, token: flo
     for seed in range(3):
         loop, controller, costs = start(world, seed)
         assert earned(list(loop.run(controller, costs, 150))) >= 0.97 * plain_rate(world)
+
+
+# --- a target that has the drafts' cores, too, while no draft works
+
+
+@pytest.mark.parametrize("plan", [Plan(0, 7, True, ""), Plan(5, 0, False, ""), Plan(3, 2, True, "")])
+def test_the_rates_of_a_target_that_spreads_are_those_of_the_chain(plan: Plan) -> None:
+    world = World(ratio=7, token=0.8, head=0.6, overhead=0.05, spread=1.9)
+    costs = calibrated(world)
+    table = tokens_per_second(np.array([plan.lead]), np.array([plan.gamma]), costs, token=0.8, head=0.6)
+    assert float(table[0, 0]) == pytest.approx(rate(world, plan), rel=0.02)
+
+
+@pytest.mark.parametrize("spread", [1.2, 1.9])
+@pytest.mark.parametrize("ratio", [2.0, 7.0, 24.0])
+@pytest.mark.parametrize("token", [0.05, 0.3, 0.65, 0.9])
+def test_of_a_target_that_spreads_nothing_is_lost_and_nearly_all_is_got(
+    spread: float, ratio: float, token: float
+) -> None:
+    world = World(ratio=ratio, token=token, noise=0.05, spread=spread)
+    runs = []
+    for seed in range(3):
+        loop, controller, costs = start(world, seed)
+        runs.append(list(loop.run(controller, costs, 150)))
+    assert earned([*itertools.chain(*runs)]) >= 0.97 * plain_rate(world)
+    late = [step for steps in runs for step in steps[30:]]
+    assert share_of_best(late, world, rate(world, best_plan(world))) >= 0.95
+
+
+def test_a_target_that_spreads_is_probed_by_the_best_plan_at_the_price_of_one_percent() -> None:
+    world = World(ratio=7, token=0.02, spread=1.9)
+    loop, controller, costs = start(world, 0)
+    steps = list(loop.run(controller, costs, 600))[100:]
+    probes = [step.plan for step in steps if step.plan.reason == PROBE]
+    assert len(probes) >= 2
+    assert {(plan.lead, plan.gamma) for plan in probes} == {(1, 0)}
+    assert earned(steps) >= 0.985 * plain_rate(world)
+
+
+def test_what_was_saved_up_for_probes_is_there_for_the_next_request() -> None:
+    """In answers of 20 tokens none could save up enough for itself."""
+    loop, _, costs = start(World(ratio=2, token=0.02, spread=1.5), 0)
+    for pool, some in ((known(0.02, 0.02, 60), True), (None, False)):
+        plans = []
+        for _ in range(20):
+            controller = GammaController(Policy(), costs, pool or known(0.02, 0.02, 60))
+            plans += [step.plan for step in loop.run(controller, costs, 20)]
+        assert any(plan.reason == PROBE for plan in plans) is some
 
 
 @pytest.mark.parametrize("ratio", [3.0, 7.0])

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from duo_ray.models.llama_cpp import LlamaCppDraft
+from duo_ray.models.llama_cpp_target import LlamaCppTarget
 from duo_ray.models.llama_library import quantize
 from tests.models.drafting import Reference, assert_greedy, drafted_ids, make_job
 
@@ -62,3 +64,17 @@ def test_the_demo_draft_quantised_to_two_bits_loads_and_drafts(demo_path: Path, 
     [(block, _)] = draft.draft([make_job(DEMO_PROMPT, 4)])
     draft.close()
     assert block.drafted == 4
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("repack", [False, True])
+def test_the_number_of_threads_changes_no_bit_of_a_targets_logits(demo_q4_0: Path, repack: bool) -> None:
+    target = LlamaCppTarget.load(demo_q4_0, threads=1, max_context=64, slots=1, repack=repack)
+    found = []
+    for threads in (1, 2, 3, 1):
+        target.use_threads(threads)
+        rows = [row.copy() for row in target.logits_along(DEMO_PROMPT, 8)]
+        rows += [row.copy() for row in target.logits_along(DEMO_PROMPT[:1], 1)]
+        found.append(np.array(rows))
+    target.close()
+    assert all(np.array_equal(found[0], each) for each in found[1:])

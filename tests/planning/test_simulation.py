@@ -44,6 +44,14 @@ def test_the_target_alone_takes_one_pass_a_token():
     assert alone.seconds == pytest.approx(50 * 0.07)
 
 
+def test_a_target_that_has_all_cores_while_no_draft_works_is_as_fast_as_that_without_a_useful_draft():
+    machine = hardware(alone=Curve({1: 0.04}, growth=0.015))
+    alone = simulate(machine, Text(prompt_tokens=1, answer_tokens=50), draft=False, traffic=Traffic(1))
+    assert alone.seconds == pytest.approx(50 * 0.04)
+    useless = simulate(machine, Text(acceptance=0.02, answer_tokens=300), traffic=Traffic(2))
+    assert useless.decode_speed >= 0.97 / 0.04
+
+
 def test_a_prompt_is_read_in_chunks():
     machine = hardware(chunk=128)
     alone = simulate(machine, Text(prompt_tokens=300, answer_tokens=1), draft=False, traffic=Traffic(1))
