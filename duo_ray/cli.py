@@ -378,6 +378,9 @@ def distill(
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.1, help="For all of it, over all its starts.")] = 40.0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what was begun in --out.")] = False,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Pipelines that answer at the same time, on a cluster (hardware.machine).")
+    ] = 1,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Tokens of an answer, at most.")] = 128,
     samples: Annotated[int, typer.Option(min=1, help="Sampled answers to a prompt, beside the greedy one.")] = 3,
     divergence: Annotated[str, typer.Option(help="Of the training: forward, reverse or mixed.")] = "mixed",
@@ -405,7 +408,8 @@ def distill(
             task = bar.add_task("starting", total=None)
             made = distill(
                 Task(model, prompts, layers, student, max_tokens, samples, divergence, raw), out, settings,
-                minutes=minutes, resume=resume, start=started, say=lambda line: errors.print(line, highlight=False),
+                minutes=minutes, resume=resume, replicas=replicas, start=started,
+                say=lambda line: errors.print(line, highlight=False),
                 progress=lambda text, share: bar.update(
                     task, description=text, total=None if share is None else 1.0, completed=share or 0.0
                 ),

@@ -85,6 +85,37 @@ class PipelineSettings:
     """What is loaded, for people."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The way to a running pipeline's answers, from any process of its cluster."""
+
+    coordinator: ActorHandle
+
+    def stream(self, request: Request) -> Generator[Delta | Finished, None, None]:
+        """Tokens of one answer as they become certain, then `Finished`.
+
+        Raises:
+            DuoRayError: the request cannot be served, or the pipeline died.
+        """
+        ended = False
+        try:
+            for item in self.coordinator.generate.remote(request):
+                message = ray.get(item)
+                ended = isinstance(message, Finished)
+                yield message
+        except RayError as error:
+            ended = True
+            raise plain_error(error) from error
+        finally:
+            if not ended:
+                # The reader went away. `ray.cancel` would also cancel calls to the models that other requests share.
+                self.cancel(request)
+
+    def cancel(self, request: Request) -> None:
+        """End an answer, whoever reads it; that of an unknown request is ignored."""
+        self.coordinator.cancel.remote(request.request_id)
+
+
 class Pipeline(Closing):
     """A running pipeline; closing it frees every process and resource."""
 
@@ -101,17 +132,18 @@ class Pipeline(Closing):
             self._cleanup.callback(_join(settings))
             progress("placing the actors")
             bundles = settings.footprint.bundles(tags_of_cluster())
-            group = _place(bundles)
+            self.group = group = _place(bundles)
             self._cleanup.callback(remove_placement_group, group)
             progress(f"loading {settings.summary or 'the models'}")
             self.target, self.drafts = start_models(settings, group, bundles)
             for handle in (self.target, *self.drafts):
                 self._cleanup.callback(ray.kill, handle)
-            self._coordinator = _start(
+            coordinator = _start(
                 Coordinator, group, 0, bundles[0], settings.coordinator, self.target, self.drafts, max_concurrency=1000
             )
-            self._cleanup.callback(ray.kill, self._coordinator)
-            self.info: PipelineInfo = ray.get(self._coordinator.start.remote())
+            self._cleanup.callback(ray.kill, coordinator)
+            self.info: PipelineInfo = ray.get(coordinator.start.remote())
+            self.reader = Reader(coordinator)
         except RayError as error:
             self.close()
             raise plain_error(error) from error
@@ -120,27 +152,11 @@ class Pipeline(Closing):
             raise
 
     def stream(self, request: Request) -> Generator[Delta | Finished, None, None]:
-        """Tokens of one answer as they become certain, then `Finished`.
-
-        Raises:
-            DuoRayError: the request cannot be served, or the pipeline died.
-        """
-        ended = False
-        try:
-            for item in self._coordinator.generate.remote(request):
-                message = ray.get(item)
-                ended = isinstance(message, Finished)
-                yield message
-        except RayError as error:
-            ended = True
-            raise plain_error(error) from error
-        finally:
-            if not ended:
-                # The reader went away. `ray.cancel` would also cancel calls to the models that other requests share.
-                self._coordinator.cancel.remote(request.request_id)
+        """See `Reader.stream`."""
+        return self.reader.stream(request)
 
     def describe(self) -> PipelineInfo:
-        info: PipelineInfo = ray.get(self._coordinator.describe.remote())
+        info: PipelineInfo = ray.get(self.reader.coordinator.describe.remote())
         return info
 
     def close(self) -> None:

@@ -4,6 +4,9 @@ The pipeline writes it: a request's log probabilities are the target's own at te
 no pass beside those that make the text. (Running the target along finished texts would read every text twice, and on a
 cluster need another copy of the target here.) Every answer is a shard of its own, so an interrupted run loses no more
 than the answers being written, and which ones are there is known from the names of the files.
+
+On a cluster several pipelines answer at once. A Ray task beside each of them reads an answer and sends it whole: one
+process could not read so many streams of 64 probabilities a token.
 """
 
 from __future__ import annotations
@@ -15,18 +18,23 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Event
 from typing import Any
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from duo_ray.actors.launch import Reader, plain_error
 from duo_ray.config import Config
 from duo_ray.core.costs import Costs
 from duo_ray.distillation.workspace import DistillationError
 from duo_ray.equivalence import parse_prompt, read_lines
 from duo_ray.models.tokenizer import Tokenizer
-from duo_ray.session import Duo, Prompt, build_request
+from duo_ray.session import Duo, Prompt, build_request, unpacked
 from duo_ray.types import DuoRayError, Finished, Request, Token
 
 TOP = 64
@@ -37,6 +45,8 @@ _SHOWN = 10
 """Bad lines named one by one."""
 _HELD_OUT_EVERY = 10
 _MOST_HELD_OUT = 24
+_STOP_SECONDS = 0.5
+"""So often a reader of other nodes' answers looks whether it is to stop."""
 _LEAST = 16
 """Answers that are written however long they take."""
 
@@ -174,40 +184,43 @@ def read_questions(
 
 
 def write_answers(
-    duo: Duo, questions: Questions, folder: Path, *, until: Callable[[], bool], progress: Progress
+    duos: Sequence[Duo], questions: Questions, folder: Path, *, until: Callable[[], bool], progress: Progress
 ) -> None:
-    """Let the pipeline write the answers that are not there yet, as many at once as it has slots.
+    """Let pipelines write the answers that are not there yet, as many at once as they have slots.
 
     Args:
+        duos: all with the same target.
         until: asked before each answer; True ends the work, but not before there is something to train with.
 
     Raises:
-        DuoRayError: the pipeline failed.
+        DuoRayError: a pipeline failed.
     """
     shards = questions.shards(folder)
     missing = [shard for shard in shards if not shard[2].is_file()]
     before, done, tokens = len(shards) - len(missing), 0, 0
     begun: list[Path] = []
     stop = Event()
+    read = _read_here if len(duos) == 1 else _read_there
+    slots = duos[0].prepared.settings.target.slots
+    free: SimpleQueue[Duo] = SimpleQueue()
+    for duo in [*duos] * slots:
+        free.put(duo)
 
     def write(sample: int, number: int, path: Path) -> int:
         if stop.is_set() or (before + len(begun) >= _LEAST and until()):
             return 0
         begun.append(path)
-        request = _request(duo, questions, sample, number)
-        answer: list[Token] = []
-        stream: Any = duo.stream(request)
-        with closing(stream):
-            for item in stream:
-                if stop.is_set():
-                    return 0
-                if not isinstance(item, Finished):
-                    answer.append(item)
-        if answer:
-            Answer.of(request.prompt, answer).save(path)
-        return len(answer)
+        duo = free.get()
+        try:
+            answer = read(duo, _request(duo, questions, sample, number), stop)
+        finally:
+            free.put(duo)
+        if answer is None or not len(answer.answer):
+            return 0
+        answer.save(path)
+        return len(answer.answer)
 
-    with ThreadPoolExecutor(duo.prepared.settings.target.slots) as pool:
+    with ThreadPoolExecutor(slots * len(duos)) as pool:
         try:
             for future in as_completed([pool.submit(write, *shard) for shard in missing]):
                 written = future.result()
@@ -218,6 +231,43 @@ def write_answers(
             stop.set()
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _read_here(duo: Duo, request: Request, stop: Event) -> Answer | None:
+    """None: stopped."""
+    answer: list[Token] = []
+    stream: Any = duo.stream(request)
+    with closing(stream):
+        for item in stream:
+            if stop.is_set():
+                return None
+            if not isinstance(item, Finished):
+                answer.append(item)
+    return Answer.of(request.prompt, answer)
+
+
+def _read_there(duo: Duo, request: Request, stop: Event) -> Answer | None:
+    """The same by a Ray task beside the pipeline's coordinator."""
+    pipeline = duo.pipeline
+    beside = PlacementGroupSchedulingStrategy(pipeline.group, placement_group_bundle_index=0)
+    task = ray.remote(_read).options(num_cpus=0, max_retries=0, scheduling_strategy=beside)
+    reply = task.remote(pipeline.reader, request)
+    while not stop.is_set():
+        try:
+            found: Answer = ray.get(reply, timeout=_STOP_SECONDS)
+        except GetTimeoutError:
+            continue
+        except RayError as error:
+            raise plain_error(error) from error
+        return found
+    pipeline.reader.cancel(request)
+    return None
+
+
+def _read(reader: Reader, request: Request) -> Answer:
+    with closing(reader.stream(request)) as messages:
+        tokens = [item for message in messages for item in unpacked(message) if not isinstance(item, Finished)]
+    return Answer.of(request.prompt, tokens)
 
 
 def _request(duo: Duo, questions: Questions, sample: int, number: int) -> Request:
@@ -232,15 +282,18 @@ def _request(duo: Duo, questions: Questions, sample: int, number: int) -> Reques
     return replace(request, reproducible=False)
 
 
-def describe_work(duo: Duo, questions: Questions, folder: Path) -> str:
+def describe_work(duos: Sequence[Duo], questions: Questions, folder: Path) -> str:
     """What there is to do, for people, before it starts: at most, and by the target's measured time without a draft."""
     missing = sum(not path.is_file() for _, _, path in questions.shards(folder))
     tokens = missing * questions.max_tokens
-    slots = duo.prepared.settings.target.slots
-    costs: dict[str, Any] = duo.pipeline.describe().measured
-    seconds = Costs.from_dict(costs).target_seconds(slots, alone=duo.prepared.draft_path is None) * tokens / slots
+    prepared = duos[0].prepared
+    slots = prepared.settings.target.slots
+    costs: dict[str, Any] = duos[0].pipeline.describe().measured
+    pass_seconds = Costs.from_dict(costs).target_seconds(slots, alone=prepared.draft_path is None)
+    seconds = pass_seconds * tokens / (slots * len(duos))
+    by = "" if len(duos) == 1 else f" in {len(duos)} pipelines"
     return (
         f"{missing} answers to write ({len(questions.prompts)} prompts, {len(questions.held_out)} of them held out): "
         f"at most {tokens:,} tokens, {tokens * _TOKEN_BYTES / 2**20:.0f} MiB on disk, {seconds / 60:.1f} minutes by "
-        f"T_target({slots})"
+        f"T_target({slots}){by}"
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,6 +71,7 @@ def distill(
     *,
     minutes: float,
     resume: bool,
+    replicas: int,
     start: Start,
     say: Callable[[str], None],
     progress: Progress,
@@ -77,6 +80,7 @@ def distill(
 
     Args:
         minutes: for all of it, over all its starts: nearly half for the target's answers, nearly half for the training.
+        replicas: pipelines that answer at the same time; more than one on a cluster.
         start: starts the pipeline of a configuration.
         say: told what is worth keeping on the screen.
 
@@ -85,6 +89,10 @@ def distill(
     """
     if task.divergence not in DIVERGENCES:
         raise DistillationError(f"--divergence {task.divergence}: choose one of {', '.join(DIVERGENCES)}")
+    if replicas > 1 and config.hardware.machine != "cluster":
+        raise DistillationError(
+            f"--replicas {replicas}: this machine has room for one pipeline; on a cluster set hardware.machine=cluster"
+        )
     files = resolve_target(task.target, progress=progress)
     tokenizer = Tokenizer.load(files.tokenizer_path)
     asked = config.models.target.max_seq_len
@@ -101,7 +109,7 @@ def distill(
     progress("making the student", None)
     make_student(workspace.student, source, layers=task.layers if task.student is None else None)
     if not workspace.trained.is_dir():
-        _answer(workspace, questions, config, clock, start, say, progress)
+        _answer(workspace, questions, config, replicas, clock, start, say, progress)
     training, testing = questions.split(workspace.answers)
     if source.own_vocabulary:
         say("the student has other tokens than the target: it is trained on the same texts in its own")
@@ -125,6 +133,7 @@ def _answer(
     workspace: Workspace,
     questions: Questions,
     config: Config,
+    replicas: int,
     clock: Clock,
     start: Start,
     say: Callable[[str], None],
@@ -138,14 +147,32 @@ def _answer(
         clock.keep()
         progress(text, share)
 
-    with start(config) as duo:
+    with contextlib.ExitStack() as stack:
+        duo = stack.enter_context(start(config))
+        duos = [duo, *_more(duo, replicas - 1, stack, progress)]
         say(
-            f"{describe_work(duo, questions, workspace.answers)}; {clock.left(DATA_SHARE) / 60:.1f} minutes may be used"
+            f"{describe_work(duos, questions, workspace.answers)}; {clock.left(DATA_SHARE) / 60:.1f} minutes may be "
+            "used"
         )
         write_json(workspace.costs, duo.pipeline.describe().measured)
-        write_answers(duo, questions, workspace.answers, until=lambda: clock.left(DATA_SHARE) < 0, progress=watched)
+        write_answers(duos, questions, workspace.answers, until=lambda: clock.left(DATA_SHARE) < 0, progress=watched)
         write_json(workspace.costs, duo.pipeline.describe().measured)
     clock.keep()
+
+
+def _more(first: Duo, count: int, stack: contextlib.ExitStack, progress: Progress) -> list[Duo]:
+    """So many more pipelines like the first one, started at the same time."""
+    started: list[Duo] = []
+    if not count:
+        return started
+    progress(f"starting {count} more pipelines", None)
+
+    def start_one(_: int) -> None:
+        started.append(stack.enter_context(Duo(first.prepared)))
+
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(start_one, range(count)))
+    return started
 
 
 def _train(

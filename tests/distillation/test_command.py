@@ -45,6 +45,7 @@ def same_greedy_text(folder: Path) -> bool:
         (["--resume"], ["nothing to resume"]),
         (["--max-tokens", "9000"], ["line 1", "9000"]),
         (["--target", "/nowhere"], ["/nowhere"]),
+        (["--replicas", "2"], ["--replicas 2", "hardware.machine=cluster"]),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line_before_anything_starts(arguments, words, tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from duo_ray.config import load_config
+from duo_ray.distillation import data
 from duo_ray.distillation.data import TOP, Answer, Questions, read_questions, write_answers
 from duo_ray.distillation.workspace import DistillationError
 from duo_ray.models.tokenizer import Tokenizer
@@ -136,7 +137,7 @@ def test_every_answer_becomes_a_shard_and_what_is_there_is_not_asked_for_again(t
     questions, duo = Questions(tuple(map(str, range(12))), True, 8, 1), ScriptedDuo()
     (tmp_path / "0-000003.npz").touch()
     shares = []
-    write_answers(duo, questions, tmp_path, until=lambda: False, progress=lambda _, share: shares.append(share))
+    write_answers([duo], questions, tmp_path, until=lambda: False, progress=lambda _, share: shares.append(share))
     assert duo.opened == duo.closed == 23
     assert all(path.is_file() for _, _, path in questions.shards(tmp_path))
     assert Answer.load(tmp_path / "1-000011.npz").answer.tolist() == [5, 5, 5]
@@ -146,7 +147,7 @@ def test_every_answer_becomes_a_shard_and_what_is_there_is_not_asked_for_again(t
 
 def test_when_the_time_is_over_there_is_still_something_to_train_with(tmp_path):
     questions, duo = Questions(tuple(map(str, range(40))), True, 8, 1), ScriptedDuo()
-    write_answers(duo, questions, tmp_path, until=lambda: True, progress=lambda *_: None)
+    write_answers([duo], questions, tmp_path, until=lambda: True, progress=lambda *_: None)
     assert 16 <= len(list(tmp_path.iterdir())) < 20  # 4 at once may see that 15 were begun
     training, testing = questions.split(tmp_path)
     assert len(testing) == 2
@@ -160,8 +161,25 @@ def test_an_interruption_ends_the_answers_being_written_and_keeps_those_that_are
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_answers(duo, questions, tmp_path, until=lambda: False, progress=interrupt)
+        write_answers([duo], questions, tmp_path, until=lambda: False, progress=interrupt)
     assert duo.opened == duo.closed
     written = {path.name for path in tmp_path.iterdir()}
     assert written
     assert written <= {path.name for _, number, path in questions.shards(tmp_path) if number != 1}
+
+
+def test_several_pipelines_share_the_answers_and_none_gets_more_at_once_than_it_has_slots(tmp_path, monkeypatch):
+    questions, duos = Questions(tuple(map(str, range(12))), True, 8, 1), [ScriptedDuo(), ScriptedDuo()]
+    most = []
+
+    def read(duo, request, stop):
+        most.append(duo.opened - duo.closed)
+        time.sleep(0.01)
+        return data._read_here(duo, request, stop)
+
+    monkeypatch.setattr(data, "_read_there", read)
+    write_answers(duos, questions, tmp_path, until=lambda: False, progress=lambda *_: None)
+    assert all(path.is_file() for _, _, path in questions.shards(tmp_path))
+    assert sum(duo.opened for duo in duos) == len(questions.shards(tmp_path))
+    assert min(duo.opened for duo in duos) >= 4
+    assert max(most) < 4
