@@ -384,6 +384,9 @@ def distill(
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Tokens of an answer, at most.")] = 128,
     samples: Annotated[int, typer.Option(min=1, help="Sampled answers to a prompt, beside the greedy one.")] = 3,
     divergence: Annotated[str, typer.Option(help="Of the training: forward, reverse or mixed.")] = "mixed",
+    on_policy: Annotated[
+        bool, typer.Option("--on-policy", help="In the end also on texts of the student, scored by the target.")
+    ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts are completed without a chat template.")] = False,
     config: ConfigFile = None,
     setting: Setting = None,
@@ -407,7 +410,7 @@ def distill(
         with progress_bar(quiet=as_json) as bar:
             task = bar.add_task("starting", total=None)
             made = distill(
-                Task(model, prompts, layers, student, max_tokens, samples, divergence, raw), out, settings,
+                Task(model, prompts, layers, student, max_tokens, samples, divergence, raw, on_policy), out, settings,
                 minutes=minutes, resume=resume, replicas=replicas, start=started,
                 say=lambda line: errors.print(line, highlight=False),
                 progress=lambda text, share: bar.update(

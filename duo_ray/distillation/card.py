@@ -21,7 +21,7 @@ tags: [speculative-decoding, draft, gguf]
 
 # {name}
 
-A draft for {target}, made by `duo-ray distill`: {origin}, trained on the target's own answers to {prompts} prompts
+A draft for {target}, made by `duo-ray distill`: {origin}, trained on {texts} to {prompts} prompts
 ({answers} answers; {held_out} answers to other prompts were held out). Loss: cross-entropy on the target's tokens plus
 KL divergence ({divergence}) over its 64 most probable tokens and the rest as one. It writes what this target writes,
 and is of no use by itself.

@@ -56,21 +56,23 @@ Progress = Callable[[str, float | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer of the target.
+    """One answer, the target's or the student's `own`.
 
-    `top_ids` `[N, TOP]` (int32) and `top_probs` `[N, TOP]` (float16) are its most probable tokens at the place of each
-    of the N ids of `answer`, best first.
+    `top_ids` `[N, TOP]` (int32) and `top_probs` `[N, TOP]` (float16) are the target's most probable tokens at the place
+    of each of the N ids of `answer`, best first.
     """
 
     prompt: NDArray[np.int32]
     answer: NDArray[np.int32]
     top_ids: NDArray[np.int32]
     top_probs: NDArray[np.float16]
+    own: bool = False
 
     @classmethod
     def load(cls, path: Path) -> Answer:
         with np.load(path) as arrays:
-            return cls(**{name: arrays[name] for name in ("prompt", "answer", "top_ids", "top_probs")})
+            kept = {name: arrays[name] for name in ("prompt", "answer", "top_ids", "top_probs")}
+            return cls(**kept, own=bool(arrays["own"]))
 
     @classmethod
     def of(cls, prompt: Sequence[int], tokens: Sequence[Token]) -> Answer:
@@ -87,7 +89,8 @@ class Answer:
         part = path.with_suffix(".part")
         with part.open("wb") as file:
             np.savez(
-                file, prompt=self.prompt, answer=self.answer, top_ids=self.top_ids, top_probs=self.top_probs
+                file, prompt=self.prompt, answer=self.answer, top_ids=self.top_ids, top_probs=self.top_probs,
+                own=np.bool_(self.own),
             )  # fmt: skip
         part.rename(path)
 

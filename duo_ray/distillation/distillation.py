@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from duo_ray.actors.prepare import prepare
 from duo_ray.config import Config
 from duo_ray.distillation.data import Progress, Questions, describe_work, read_questions, write_answers
 from duo_ray.distillation.student import check_student, make_student
 from duo_ray.distillation.translation import Translator, translate_answers
-from duo_ray.distillation.workspace import Clock, DistillationError, Workspace, write_json
+from duo_ray.distillation.workspace import Clock, DistillationError, Stage, Workspace, write_json
 from duo_ray.hardware.machine import detect_machine
 from duo_ray.hardware.placement import make_plan, target_device
 from duo_ray.models.catalog import context_length, gguf_target, resolve_target
@@ -27,6 +28,8 @@ DIVERGENCES = ("forward", "reverse", "mixed")
 
 DATA_SHARE = 0.45
 """Of the time, at which the target stops answering."""
+FIRST_SHARE, OWN_SHARE = 0.65, 0.72
+"""Of the time, at which the first of two trainings ends, and the student's own texts."""
 TRAINING_SHARE = 0.9
 """Of the time, at which training ends at the latest."""
 
@@ -45,6 +48,8 @@ class Task:
     samples: int = 3
     divergence: str = "mixed"
     raw: bool = False
+    on_policy: bool = False
+    """Whether the student is trained on texts of its own in the end, which the target scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,11 @@ def distill(
         samples=task.samples,
     )  # fmt: skip
     source = check_student(files, layers=task.layers, student=task.student)
+    if task.on_policy and source.own_vocabulary:
+        raise DistillationError(
+            f"--on-policy: the target cannot score the tokens of --student {task.student}, which has a vocabulary of "
+            "its own: leave one of them out"
+        )
     silence_transformers()
     workspace = Workspace(out)
     workspace.begin(_plan(task, questions), resume=resume)
@@ -120,7 +130,15 @@ def distill(
     if workspace.trained.is_dir():
         say("the student is trained already")
     else:
-        _train(workspace, training, testing, task, config, clock, say, progress)
+        first, *others = workspace.stages(on_policy=task.on_policy)
+        share = FIRST_SHARE if others else TRAINING_SHARE
+        if not first.trained.is_dir():
+            _train(first, share, training, testing, task, config, clock, say, progress)
+        for stage in others:
+            own = _own_samples(workspace, stage.start, training, tokenizer, config, clock, progress)
+            say(f"the student wrote {len(own)} texts, which the target scored")
+            mixed = [*own, *training[: len(own)]]
+            _train(stage, TRAINING_SHARE, mixed, testing, task, config, clock, say, progress)
     tokenizer_of = task.student if task.student is not None and source.own_vocabulary else task.target
     return _export(workspace, testing, task, gguf_target(tokenizer_of), config, len(questions.prompts), say, progress)
 
@@ -175,8 +193,36 @@ def _more(first: Duo, count: int, stack: contextlib.ExitStack, progress: Progres
     return started
 
 
-def _train(
+def _own_samples(
     workspace: Workspace,
+    student: Path,
+    answers: list[Path],
+    tokenizer: Tokenizer,
+    config: Config,
+    clock: Clock,
+    progress: Progress,
+) -> list[Path]:
+    from duo_ray.distillation.own_samples import write_own_samples  # noqa: PLC0415 - torch and transformers
+
+    alone = config.models.draft.model_copy(update={"model": None})
+    prepared = prepare(config.model_copy(update={"models": config.models.model_copy(update={"draft": alone})}))
+    try:
+        return write_own_samples(
+            student, prepared.settings.target, answers, workspace.own, device=_device(config), ends=tokenizer.eos_ids,
+            until=lambda: clock.left(OWN_SHARE) < 0, progress=progress,
+        )  # fmt: skip
+    finally:
+        prepared.claims.release()
+        clock.keep()
+
+
+def _device(config: Config) -> str:
+    return target_device(config, detect_machine()).partition(":")[0]
+
+
+def _train(
+    stage: Stage,
+    share: float,
     training: list[Path],
     testing: list[Path],
     task: Task,
@@ -187,10 +233,10 @@ def _train(
 ) -> None:
     from duo_ray.distillation.train import train  # noqa: PLC0415 - torch and transformers
 
-    say(f"training on {len(training)} answers, {clock.left(TRAINING_SHARE) / 60:.1f} minutes at most")
+    say(f"training on {len(training)} answers, {clock.left(share) / 60:.1f} minutes at most")
     found = train(
-        workspace, training, testing, divergence=task.divergence, clock=clock, share=TRAINING_SHARE,
-        device=target_device(config, detect_machine()).partition(":")[0], progress=progress,
+        stage, training, testing, divergence=task.divergence, clock=clock, share=share, device=_device(config),
+        progress=progress,
     )  # fmt: skip
     before, after = found["before"], found["after"]
     say(
@@ -217,9 +263,13 @@ def _export(
     # The .gguf file, where there was one, has the tokenizer in llama.cpp's form.
     measured, best = export(workspace, testing, tokenizer_gguf=tokenizer_gguf, threads=threads, progress=progress)
     found = json.loads((workspace.trained / "training.json").read_text(encoding="utf-8"))
+    first, *others = workspace.stages(on_policy=task.on_policy)
+    if others:  # its own training began where the first one ended
+        found["before"] = json.loads((first.trained / "training.json").read_text(encoding="utf-8"))["before"]
     origin = f"{task.layers} of its layers" if task.student is None else f"{task.student} to start with"
     facts = {
         **found, "name": workspace.out.resolve().name, "folder": workspace.out, "target": task.target, "origin": origin,
+        "texts": "the target's own answers and texts of its own" if task.on_policy else "the target's own answers",
         "prompts": prompts, "held_out": found["held_out_answers"], "threads": threads,
     }  # fmt: skip
     write_card(workspace.out / "README.md", measured, best, facts)

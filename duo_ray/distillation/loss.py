@@ -18,16 +18,19 @@ _LEAST = 1e-6
 """Probabilities below count as this much: they come in 16 bits, and a logarithm of zero ends a training."""
 
 
-def distillation_loss(logits: Tensor, tokens: Tensor, ids: Tensor, probs: Tensor, divergence: str) -> Tensor:
+def distillation_loss(
+    logits: Tensor, tokens: Tensor, ids: Tensor, probs: Tensor, divergence: str, *, written: Tensor | None = None
+) -> Tensor:
     """Cross-entropy on the target's tokens plus the divergence from its distributions, nats a token.
 
-    The divergence is a mean over the places where p is known.
+    The first is a mean over the places the target wrote, the second over those where p is known.
 
     Args:
         logits: `[N, V]`, the student's.
-        tokens: `[N]`, what the target wrote.
+        tokens: `[N]`, what stands there.
         ids, probs: `[N, K]`, the target's most probable tokens and their probabilities.
         divergence: forward, KL(p || q); reverse, KL(q || p); mixed, the mean of both.
+        written: `[N]`, whether the target wrote that and not the student itself; None: it wrote all.
     """
     everything = logits.logsumexp(-1, keepdim=True)
     log_q_top = logits.gather(-1, ids) - everything
@@ -39,7 +42,12 @@ def distillation_loss(logits: Tensor, tokens: Tensor, ids: Tensor, probs: Tensor
     reverse = (log_q.exp() * (log_q - log_p)).sum(-1)
     chosen = {"forward": forward, "reverse": reverse, "mixed": 0.5 * (forward + reverse)}[divergence]
     known = is_known(probs)
-    return entropy.mean() + (chosen * known).sum() / known.sum().clamp(min=1)
+    written = torch.ones_like(known) if written is None else written
+    return _mean(entropy[:, 0], written) + _mean(chosen, known)
+
+
+def _mean(values: Tensor, counted: Tensor) -> Tensor:
+    return (values * counted).sum() / counted.sum().clamp(min=1)
 
 
 def is_known(probs: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from transformers.utils.logging import set_verbosity_error
 from duo_ray.distillation.data import Answer, Progress
 from duo_ray.distillation.loss import acceptances, distillation_loss, is_known
 from duo_ray.distillation.student import copy_tokenizer, load_model
-from duo_ray.distillation.workspace import Clock, Workspace, make_folder, read_json, write_json
+from duo_ray.distillation.workspace import Clock, Stage, make_folder, read_json, write_json
 
 LEARNING_RATE = 5e-4
 BATCH = 8
@@ -98,7 +98,7 @@ def collate(answers: Sequence[Answer]) -> Batch:
     """A batch of B texts of up to L ids with M answered places in all.
 
     `input_ids` `[B, L]`, padded behind the texts, where a causal model does not look; `rows`, `columns` `[M]`, the
-    places before each answered id; `tokens` `[M]`; `top_ids`, `top_probs` `[M, K]`.
+    places before each answered id; `tokens`, `written` `[M]`; `top_ids`, `top_probs` `[M, K]`.
     """
     texts = [text_of(each) for each in answers]
     ids = np.zeros((len(texts), max(map(len, texts))), np.int64)
@@ -111,6 +111,7 @@ def collate(answers: Sequence[Answer]) -> Batch:
         "rows": torch.from_numpy(rows),
         "columns": torch.from_numpy(columns),
         "tokens": torch.from_numpy(np.concatenate([each.answer for each in answers]).astype(np.int64)),
+        "written": torch.from_numpy(np.concatenate([np.full(len(each.answer), not each.own) for each in answers])),
         "top_ids": torch.from_numpy(np.concatenate([each.top_ids for each in answers]).astype(np.int64)),
         "top_probs": torch.from_numpy(np.concatenate([each.top_probs for each in answers]).astype(np.float32)),
     }
@@ -132,6 +133,11 @@ def expected_acceptance(logits_of: Callable[[Batch], Tensor], batches: Sequence[
         sums += [float(each.sum()) for each in found]
         count += int(is_known(batch["top_probs"]).sum())
     return {"acceptance": float(sums[0] / max(1, count)), "greedy": float(sums[1] / max(1, count))}
+
+
+def _loss(logits: Tensor, batch: Batch, divergence: str) -> Tensor:
+    rows = batch["tokens"], batch["top_ids"], batch["top_probs"]
+    return distillation_loss(logits, *rows, divergence, written=batch["written"])
 
 
 class _OneDevice(TrainingArguments):
@@ -167,7 +173,7 @@ class Distiller(Trainer):
         """Mean over the places of the batch; see `loss.distillation_loss`."""
         with self.accelerator.autocast():
             logits = answer_logits(model, inputs)
-        loss = distillation_loss(logits, inputs["tokens"], inputs["top_ids"], inputs["top_probs"], self._divergence)
+        loss = _loss(logits, inputs, self._divergence)
         return (loss, logits) if return_outputs else loss
 
     def measure(self) -> dict[str, float]:
@@ -227,7 +233,7 @@ def fastest_precision(model: Any, batch: Batch, divergence: str, device: str) ->
             started = time.perf_counter()
             with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=name == "bfloat16"):
                 logits = answer_logits(model, moved)
-            loss = distillation_loss(logits, moved["tokens"], moved["top_ids"], moved["top_probs"], divergence)
+            loss = _loss(logits, moved, divergence)
             loss.backward()  # type: ignore[no-untyped-call]
             float(loss.detach())  # waits for a GPU
             best = min(best, time.perf_counter() - started)
@@ -237,7 +243,7 @@ def fastest_precision(model: Any, batch: Batch, divergence: str, device: str) ->
 
 
 def train(
-    workspace: Workspace,
+    stage: Stage,
     training: Sequence[Path],
     testing: Sequence[Path],
     *,
@@ -247,9 +253,10 @@ def train(
     device: str,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Train the student of a workspace, or go on from its last checkpoint, and keep the best one as `trained`.
+    """Train a student, or go on from its last checkpoint, and keep the best one.
 
     Args:
+        stage: where it starts from and what is kept of the training.
         training, testing: files of answers.
         share: of the clock's time, at which to end.
         device: cpu or cuda.
@@ -260,14 +267,14 @@ def train(
     silenced: Callable[[], None] = set_verbosity_error  # of the tied head, which checkpoints lack
     silenced()
     tested = _batches(testing)
-    model = load_model(workspace.student)
-    plan = read_json(workspace.training)
+    model = load_model(stage.start)
+    plan = read_json(stage.plan)
     if plan is None:
         progress("measuring a step", None)
         plan = _plan(model, training, tested, divergence, device, clock.left(share))
     precision = plan["precision"]
     arguments = _OneDevice(
-        output_dir=str(workspace.checkpoints),
+        output_dir=str(stage.checkpoints),
         max_steps=plan["steps"],
         per_device_train_batch_size=BATCH,
         learning_rate=LEARNING_RATE,
@@ -300,18 +307,18 @@ def train(
     if "before" not in plan:
         progress("expected acceptance before training", None)
         plan["before"] = trainer.measure()
-        write_json(workspace.training, plan)
+        write_json(stage.plan, plan)
     trainer.add_callback(_Watch(clock, share, progress, plan["before"]["acceptance"]))
-    trainer.train(resume_from_checkpoint=last_checkpoint(workspace.checkpoints))
+    trainer.train(resume_from_checkpoint=last_checkpoint(stage.checkpoints))
     found = {**plan, "after": trainer.measure(), "done": trainer.state.global_step, "history": _history(trainer)}
 
     def fill(folder: Path) -> None:
         model.save_pretrained(folder)
-        copy_tokenizer(workspace.student, folder)
+        copy_tokenizer(stage.start, folder)
         write_json(folder / "training.json", found)
 
-    make_folder(workspace.trained, fill)
-    shutil.rmtree(workspace.checkpoints)
+    make_folder(stage.trained, fill)
+    shutil.rmtree(stage.checkpoints)
     return found
 
 

@@ -9,6 +9,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,16 @@ from duo_ray.types import DuoRayError
 
 class DistillationError(DuoRayError):
     """A draft cannot be made as asked; the text says why and what would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One training: the folder it starts from, what it keeps while it runs, the folder that comes of it."""
+
+    start: Path
+    plan: Path
+    checkpoints: Path
+    trained: Path
 
 
 class Workspace:
@@ -28,12 +39,20 @@ class Workspace:
         self.answers = self.work / "answers"
         self.translated = self.work / "translated"
         self.student = self.work / "student"
-        self.checkpoints = self.work / "checkpoints"
+        self.own = self.work / "own"
         self.trained = self.work / "trained"
         self.costs = self.work / "costs.json"
-        self.training = self.work / "training.json"
         self.plan = self.work / "plan.json"
         self.clock = self.work / "clock.json"
+
+    def stages(self, *, on_policy: bool) -> tuple[Stage, ...]:
+        """The trainings, one after the other: on the target's answers and, if so asked, on the student's own, too."""
+        first = self.work / "first" if on_policy else self.trained
+        stages = [Stage(self.student, self.work / "training.json", self.work / "checkpoints", first)]
+        if on_policy:
+            own = self.work / "training-own.json", self.work / "checkpoints-own"
+            stages.append(Stage(first, *own, self.trained))
+        return tuple(stages)
 
     def begin(self, plan: Mapping[str, Any], *, resume: bool) -> None:
         """Start in an empty folder, or go on in one that was begun with the same plan.

@@ -21,7 +21,9 @@ from duo_ray.models.catalog import resolve_draft
 from duo_ray.models.llama_cpp import LlamaCppDraft
 from duo_ray.models.tokenizer import Tokenizer
 from tests.distillation.models import small_config, write_model, write_prompts
+from tests.distillation.test_gguf import write_tokenizer
 from tests.models.tiny_transformers import own_greedy
+from tests.models.tokenizers import byte_level
 from tests.test_cli import DUO_RAY, SMALL, refused, run
 
 
@@ -61,7 +63,8 @@ def test_killed_while_the_target_answers_it_goes_on_and_ends_with_a_draft(demo_t
     out, mark = tmp_path / "draft", uuid.uuid4().hex
     command = [
         DUO_RAY, "distill", "--target", str(target), "--prompts", str(write_prompts(tmp_path / "prompts.jsonl", 12)),
-        "--out", str(out), "--layers", "2", "--max-tokens", "12", "--samples", "1", "--minutes", "60", *SMALL,
+        "--out", str(out), "--layers", "2", "--max-tokens", "12", "--samples", "1", "--minutes", "60", "--on-policy",
+        *SMALL,
     ]  # fmt: skip
     answers = out / "work/answers"
     with subprocess.Popen(command, env={**os.environ, "DUO_RAY_TEST": mark}, stderr=subprocess.DEVNULL) as process:
@@ -77,7 +80,8 @@ def test_killed_while_the_target_answers_it_goes_on_and_ends_with_a_draft(demo_t
     assert 3 <= len(written) < 24
     # Few steps of a known number, whatever the speed of this machine.
     plan = {"precision": "float32", "steps": 20, "interval": 10, "batch": 8, "divergence": "mixed", "answers": 22}
-    write_json(out / "work/training.json", {**plan, "held_out_answers": 2})
+    for name in ("training", "training-own"):
+        write_json(out / f"work/{name}.json", {**plan, "held_out_answers": 2})
 
     done = run(*command[1:], "--resume", "--json", timeout=400)
     assert done.returncode == 0, done.stderr
@@ -85,10 +89,34 @@ def test_killed_while_the_target_answers_it_goes_on_and_ends_with_a_draft(demo_t
     assert len(list(answers.glob("*.npz"))) == 24
     found = json.loads(done.stdout)
     assert found["training"]["done"] == 20
+    assert len(list((out / "work/own").glob("*.npz"))) == 22
+    assert "texts of its own" in (out / "README.md").read_text()
     assert {each["quant"] for each in found["drafts"]} == {"Q8_0", "Q4_K_M", "Q4_1", "Q4_0"}
     assert all(each["t_draft"] > 0 and 0 <= each["acceptance"] <= 1 for each in found["drafts"])
     assert resolve_draft(str(out)) == out / found["best"]
     assert f"{found['best']} *" in (out / "README.md").read_text()
+    assert same_greedy_text(out)
+
+
+@pytest.mark.ray
+@pytest.mark.models
+def test_a_student_with_tokens_of_its_own_becomes_a_draft_with_them(cluster, demo_target, tmp_path):
+    target = write_model(tmp_path / "target", small_config("llama", 49152, max_position_embeddings=512), demo_target)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", byte_level())
+    student = write_model(tmp_path / "student", small_config("llama", 400, max_position_embeddings=2048), tokenizer)
+    out = tmp_path / "draft"
+    options = ["--target", str(target), "--student", str(student), "--out", str(out)]
+    refusal = refused("distill", *options, "--on-policy", "--prompts", str(write_prompts(tmp_path / "p.jsonl", 3)))
+    assert "vocabulary of its own" in refusal
+    done = run(
+        "distill", *options, "--prompts", str(write_prompts(tmp_path / "prompts.jsonl", 12)), "--max-tokens", "12",
+        "--samples", "1", "--minutes", "0.3", "--json", *SMALL, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["training"]["done"] > 0
+    assert all(0 <= each["acceptance"] <= 1 for each in found["drafts"])
+    assert (out / "tokenizer.json").read_text() == (tokenizer / "tokenizer.json").read_text()
     assert same_greedy_text(out)
 
 

@@ -130,3 +130,15 @@ def test_tokens_the_student_does_not_have_count_among_the_others(name):
     ]
     assert found[0].item() == pytest.approx(found[1].item())
     assert found[0].item() == pytest.approx(found[2].item())
+
+
+def test_of_a_students_own_texts_only_the_divergence_counts():
+    p_logits, q_logits = rows(0), rows(1)
+    ids, probs = top(p_logits, 8)
+    tokens, written = ids[:, 0], torch.arange(PLACES) % 3 > 0
+    entropy = -q_logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    everything = distillation_loss(q_logits, tokens, ids, probs, "mixed")
+    some = distillation_loss(q_logits, tokens, ids, probs, "mixed", written=written)
+    assert (everything - entropy.mean()).item() == pytest.approx((some - entropy[written].mean()).item())
+    none = distillation_loss(q_logits, tokens, ids, probs, "mixed", written=torch.zeros(PLACES, dtype=torch.bool))
+    assert none.item() == pytest.approx((everything - entropy.mean()).item())

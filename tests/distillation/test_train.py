@@ -51,7 +51,7 @@ def begun(tmp_path_factory):
         target.save_pretrained(folder)
 
     make_folder(workspace.student, fill)
-    write_json(workspace.training, PLAN)
+    write_json(stage_of(workspace).plan, PLAN)
     return workspace
 
 
@@ -61,11 +61,15 @@ def workspace(begun, tmp_path):
     return Workspace(tmp_path)
 
 
+def stage_of(workspace):
+    return workspace.stages(on_policy=False)[0]
+
+
 def run(workspace, minutes=60.0):
     answers = sorted(workspace.answers.glob("*.npz"))
     clock = Clock(workspace.clock, minutes)
     return train(
-        workspace, answers[4:], answers[:4], divergence="mixed", clock=clock, share=1.0, device="cpu",
+        stage_of(workspace), answers[4:], answers[:4], divergence="mixed", clock=clock, share=1.0, device="cpu",
         progress=lambda text, _share: print(text, flush=True),
     )  # fmt: skip
 
@@ -81,7 +85,7 @@ def counting(start, count):
 def test_a_student_learns_and_the_best_of_it_is_kept(workspace, monkeypatch):
     for number, path in enumerate(sorted(workspace.answers.glob("*.npz"))):
         counting(7 * number, 24).save(path)
-    write_json(workspace.training, {**PLAN, "steps": 80, "interval": 20})
+    write_json(stage_of(workspace).plan, {**PLAN, "steps": 80, "interval": 20})
     monkeypatch.setattr("duo_ray.distillation.train.LEARNING_RATE", 5e-3)
     found = run(workspace)
     assert found["done"] == 80
@@ -93,7 +97,7 @@ def test_a_student_learns_and_the_best_of_it_is_kept(workspace, monkeypatch):
         max(entry["acceptance"] for entry in found["history"]), abs=1e-6
     )
     assert read_json(workspace.trained / "training.json") == found
-    assert not workspace.checkpoints.exists()
+    assert not stage_of(workspace).checkpoints.exists()
     assert load_model(workspace.trained).config.num_hidden_layers == 2
 
 
@@ -107,14 +111,14 @@ def test_a_killed_training_ends_as_if_it_had_not_been_killed(workspace, begun, t
         [sys.executable, "-c", SCRIPT, str(workspace.out)], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as process:  # fmt: skip
-        whole = workspace.checkpoints / "checkpoint-10/trainer_state.json"
+        whole = stage_of(workspace).checkpoints / "checkpoint-10/trainer_state.json"
         deadline = time.monotonic() + 240
         while not whole.is_file() and process.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
     assert not workspace.trained.exists()
-    assert last_checkpoint(workspace.checkpoints) is not None
+    assert last_checkpoint(stage_of(workspace).checkpoints) is not None
     resumed, straight = run(workspace), run(other)
     assert resumed["history"] == straight["history"]
     ours, theirs = (load_file(each.trained / "model.safetensors") for each in (workspace, other))
@@ -136,7 +140,7 @@ def test_training_ends_with_its_time_and_what_it_has_is_kept(workspace):
 
 
 def test_a_step_is_measured_where_nothing_is_planned_yet(workspace):
-    workspace.training.unlink()
+    stage_of(workspace).plan.unlink()
     found = run(workspace, minutes=0.05)
     assert set(found["step_seconds"]) == {"bfloat16", "float32"}
     assert found["precision"] in found["step_seconds"]
