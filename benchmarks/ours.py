@@ -42,7 +42,7 @@ class Variant:
 
 
 VARIANTS: dict[str, Variant] = {
-    "target": Variant("the target alone, on the cores it has beside a draft", draft=False),
+    "target": Variant("the target alone, on the cores it has beside a draft (in llama.cpp on all)", draft=False),
     "target-all-cores": Variant("the target alone, on all cores", draft=False, place="all-cores"),
     "sequential": Variant("draft, then verify: conventional speculative decoding", policy={"overlap": False}),
     "duo": Variant("all of it"),

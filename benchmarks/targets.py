@@ -3,9 +3,9 @@
     python -m benchmarks.targets [--tokens 64] [--prompts 4] [--forms all] [--shaped] [--out targets.json]
 
 The demo model in transformers (float32, bfloat16, int8, int4) and in llama.cpp (several quantisations), each with the
-Q2_K draft. Two baselines: the form alone on the cores it has beside the draft, and alone on all cores. `--shaped` adds
-a target of a billion weights in llama.cpp whose draft is right for 80% of the tokens, by construction
-(`benchmarks.shaped`).
+Q2_K draft. Two baselines: the form alone on the cores it has while no draft works (in llama.cpp all, where that is
+faster), and alone on all cores. `--shaped` adds a target of a billion weights in llama.cpp whose draft is right for 80%
+of the tokens, by construction (`benchmarks.shaped`).
 """
 
 from __future__ import annotations

@@ -76,7 +76,11 @@ class Duo(Closing):
         for line in (*self.prepared.notes, *(f"{name}: {size}" for name, size in self.prepared.memory.items())):
             logger.info("%s", line)
         self.pipeline = Pipeline(self.prepared.settings, progress=lambda text: progress(text, None))
-        self.prepared.keep_calibration(self.pipeline.info)
+        try:
+            self.prepared.keep_calibration(self.pipeline.info)
+        except BaseException:
+            self.close()
+            raise
         for match in dict.fromkeys(draft.vocabulary for draft in self.pipeline.info.drafts):
             if not match.report.same:
                 logger.warning("warning: %s", match.describe())

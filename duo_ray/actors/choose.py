@@ -71,7 +71,8 @@ def choose_engine(config: Config, plan: Plan, machine: Machine, notes: MutableSe
         progress("measuring the faster engine", None)
         measured = transformers_seconds(path, plan.target.cores, plan.target.threads or 1, CPU_DTYPES)
         in_transformers = {} if measured is None else {"transformers": measured}
-        write_seconds(kept, in_transformers)
+        if in_transformers:  # a failure may have been the machine's
+            write_seconds(kept, in_transformers)
     seconds |= in_transformers
     if not seconds:
         raise DuoRayError(f"{path} runs neither in llama.cpp nor, converted, in transformers: use another target")
@@ -103,8 +104,10 @@ def _layouts(path: Path, plan: Plan, machine: Machine, progress: Progress) -> di
     seconds = read_seconds(kept)
     if seconds is None:
         progress("measuring the faster layout of the weights", None)
-        seconds = layout_seconds(path, plan.target.cores, plan.target.threads or 1)
-        write_seconds(kept, seconds)
+        fits = path.stat().st_size <= machine.memory_available  # repacked weights are no mapped pages
+        seconds = layout_seconds(path, plan.target.cores, plan.target.threads or 1, repacked=fits)
+        if seconds:
+            write_seconds(kept, seconds)
     return seconds
 
 

@@ -121,7 +121,8 @@ class Coordinator:
             self._target_handle,
             self._meter,
             limit=slots,
-            alone=lambda: bool(alone) and not any(draft.busy for draft in self._drafts) and self._gains_alone,
+            alone=lambda: self._gains_alone and not any(draft.busy for draft in self._drafts),
+            cannot=self._costs.drop_alone,
             observe=lambda reply: self._costs.observe_target(reply.tokens, reply.span.seconds, alone=reply.alone),
         )
         self._drafts = [

@@ -175,10 +175,15 @@ class TargetPeer(_Peer):
         limit: int,
         alone: Callable[[], bool],
         observe: Callable[[TargetReply], None],
+        cannot: Callable[[], None] = lambda: None,
     ) -> None:
-        """`alone` says whether no draft is at work; `observe` is told, once, of every pass without a prefill."""
+        """Args:
+        alone: whether no draft is at work, and the target may have their cores.
+        observe: told, once, of every pass without a prefill.
+        cannot: told when a target that might have had them had not: it came back on another node.
+        """
         super().__init__("target", handle, meter)
-        self._alone, self._observe = alone, observe
+        self._alone, self._observe, self._cannot = alone, observe, cannot
         self._batcher: Batcher[tuple[VerifyJob, ProbsHandle | None], Judgement] = Batcher(
             self._call, isolate=_own_fault, limit=limit
         )
@@ -217,14 +222,18 @@ class TargetPeer(_Peer):
         try:
             if self._link is not None:
                 parts = [each if isinstance(each, bytes) else pickle.dumps(await each) for each in sources]
-                reply, _ = await self._link.call("verify", (jobs, picks, self._alone()), parts)
+                alone = self._alone()
+                reply, _ = await self._link.call("verify", (jobs, picks, alone), parts)
             else:
-                reply = await self._handle.verify.remote(jobs, picks, self._alone(), *sources)
+                alone = self._alone()
+                reply = await self._handle.verify.remote(jobs, picks, alone, *sources)
         except (RayActorError, LinkLostError) as error:
             raise TargetLost(self._lost(error)) from error
         except ObjectLostError as error:
             raise ProbsLost(_first_line(error)) from error
         self._tally.busy(self.name, reply.span.seconds)
+        if alone and not reply.alone:
+            self._cannot()
         expected = sum(max(1, len(job.context.ids)) + len(job.block) for job in jobs)
         if reply.tokens <= expected and all(job.context.agreed for job in jobs):
             self._observe(reply)

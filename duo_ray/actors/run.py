@@ -166,6 +166,7 @@ class Run(Generic[Probs]):
         """The target's verdict, however often the target has to be waited for, and however long the prompt is."""
         target, decoding = self._target, self.decoding
         while True:
+            await asyncio.sleep(0)  # all of the round ask their drafts first: idle ones lend the target their cores
             job = decoding.verify_job(self._chunk)
             try:
                 judgement = await target.verify(job, decoding.hand_probs)

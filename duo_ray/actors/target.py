@@ -13,7 +13,7 @@ from duo_ray.actors import wire
 from duo_ray.actors.node import find_here, node_id
 from duo_ray.actors.passing_thread import in_passing_thread
 from duo_ray.core.context import IdLog
-from duo_ray.hardware.cores import pin, pin_threads
+from duo_ray.hardware.cores import pin, pin_threads, threads_here
 from duo_ray.hardware.pages import collapse_pages
 from duo_ray.models.catalog import resolve_gguf_target, resolve_target
 from duo_ray.models.silence import silence_transformers
@@ -115,14 +115,20 @@ class TargetActor:
 
     def __init__(self, settings: TargetSettings) -> None:
         settings = settings.here()
-        if settings.cores:
-            pin(settings.cores)
         self._settings = settings
+        self._before = threads_here()
+        if settings.cores:
+            pin((*settings.cores, *settings.spare_cores))
         self._busy = threading.Lock()  # actor calls and the socket's thread take turns
-        self._alone = False
+        self._alone: bool | None = None
         in_passing_thread(self._load)
 
     def _load(self) -> None:
+        if self._settings.spare_cores:
+            # OpenMP counts the cores it may use once, and with more threads than those all sleep at every barrier.
+            import llama_cpp  # noqa: F401, PLC0415
+
+            pin(self._settings.cores)
         self._model = load_target(self._settings)
         self._timings = tuple(self._model.warm_up(self._settings.warmup_steps))
         self._read_opening()
@@ -163,6 +169,7 @@ class TargetActor:
         self._spread(alone=True)
         timings = tuple(self._model.warm_up(_ALONE_STEPS))
         self._read_opening()
+        self._alone = None  # the thread that serves is not bound yet
         return timings
 
     def _spread(self, *, alone: bool) -> None:
@@ -171,7 +178,7 @@ class TargetActor:
         if alone is self._alone or not settings.spare_cores:
             return
         cores = (*settings.cores, *settings.spare_cores) if alone else settings.cores
-        pin_threads(cores)
+        pin_threads(cores, threads_here() - self._before)  # not Ray's own
         model: Any = self._model  # in llama.cpp: others have no spare cores
         model.use_threads(len(cores))
         self._alone = alone

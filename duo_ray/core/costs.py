@@ -67,7 +67,8 @@ class _Curve:
         self._prior = _LEVEL + _SHAPE * np.minimum(doublings[:, None], doublings[None, :])
         self._covariance = self._prior
         self._apart = _APART[0] + _APART[1] * np.minimum(doublings[:, None], doublings[None, :])
-        self._slow_in_a_row = 0
+        self._jump: Array = np.ones_like(self._prior)
+        self._slow_in_a_row = {False: 0, True: 0}  # by kind
         self._widths = widths
         self._rising: Array | None = None  # estimates at all widths, until the next observation
         self.seen: tuple[int, ...] = ()
@@ -93,13 +94,14 @@ class _Curve:
         row = self._between(covariance, below, above, share)
         variance = float(self._between(row, below, above, share))
         if abs(surprise) > max(math.log(1.5), 3.0 * math.sqrt(variance + _NOISE)):
-            self._slow_in_a_row += surprise > 0.0
-            if surprise > 0.0 and self._slow_in_a_row < 3:
+            slow = self._slow_in_a_row[alone] + (surprise > 0.0)
+            self._slow_in_a_row = {**self._slow_in_a_row, alone: slow}
+            if surprise > 0.0 and slow < 3:
                 return
-            covariance = self._prior + 1.0
+            covariance = self._prior + self._jump
             row = self._between(covariance, below, above, share)
             variance = float(self._between(row, below, above, share))
-        self._slow_in_a_row = 0
+        self._slow_in_a_row = {**self._slow_in_a_row, alone: 0}
         gain = row / (variance + _NOISE)
         self._mean = self._mean + gain * surprise
         self._covariance = covariance - np.outer(gain, row)
@@ -114,6 +116,15 @@ class _Curve:
         self._mean = np.tile(self._mean, 2)
         self._covariance = np.tile(self._covariance, (2, 2)) + apart
         self._prior = np.tile(self._prior, (2, 2)) + _APART_STAYS * apart
+        self._jump = np.tile(self._jump, (2, 2)) + np.kron(np.diag([0.0, 1.0]), self._jump)
+
+    def join(self) -> None:
+        """Forget the passes of the second kind."""
+        if self.seen_alone:
+            count = len(self._widths)
+            self._mean, self._covariance = self._mean[:count], self._covariance[:count, :count]
+            self._prior, self._jump = self._prior[:count, :count], self._jump[:count, :count]
+            self.seen_alone, self._rising = (), None
 
     @staticmethod
     def _between(values: Array, below: int, above: int, share: float) -> Array:
@@ -155,6 +166,11 @@ class Costs:
         if not self._is_frozen:
             self._target.observe(tokens, seconds, alone=alone)
 
+    def drop_alone(self) -> None:
+        """The target has no more cores while no draft works than else, from now on."""
+        if not self._is_frozen:
+            self._target.join()
+
     def observe_draft(self, width: int, seconds: float) -> None:
         """One draft decode that advanced `width` sequences by one token; more than 1024 teach nothing."""
         if not self._is_frozen:
@@ -193,7 +209,7 @@ class Costs:
         curve = self._target.seconds(tokens)
         if alone and self._target.seen_alone:  # more cores need not be used
             curve = np.minimum(curve, self._target.seconds(tokens, alone=True))
-        if self._target.seen:
+        if self._target.seen or self._target.seen_alone:
             return curve
         known = self._ASSUMED_RATIO * self._draft.seconds(1.0) if self._draft.seen else self._ASSUMED_TARGET
         return np.asarray(curve * known)

@@ -169,8 +169,8 @@ class GammaController:
         """For how many steps there is nothing to decide, unless a probe can be paid: planning takes time, too."""
         self._price, self._why_plain = 0.0, ""
 
-    def plan(self) -> Plan:
-        """For the coming step."""
+    def plan(self, *, may_lead: bool = True) -> Plan:
+        """For the coming step; `may_lead`: a lead would be drafted before it, if the plan has one."""
         if not self._allowed.any():
             return Plan(0, 0, False, "plain: the configuration leaves nothing to draft")
         costs = self.costs
@@ -190,7 +190,7 @@ class GammaController:
             self._gap = self._wait = 1
             return Plan(lead, gamma, gamma > 0, "fixed" if self._allowed.sum() == 1 else "auto")
         self._why_plain = f"plain: drafting {gain:.2f}x of plain decoding"
-        return self._probe(lead, gamma, gain) or Plan(0, 0, False, self._why_plain)
+        return self._probe(lead, gamma, gain, may_lead=may_lead) or Plan(0, 0, False, self._why_plain)
 
     def observe_reading(self, read: int, behind: int) -> None:
         """The draft read `read` ids of its own for `behind` ids of the target's."""
@@ -270,7 +270,7 @@ class GammaController:
             speed=speed / chances.pace, reading=self._reading,
         )  # fmt: skip
 
-    def _probe(self, lead: int, gamma: int, gain: float) -> Plan | None:
+    def _probe(self, lead: int, gamma: int, gain: float, *, may_lead: bool) -> Plan | None:
         """A small block, if one is due and paid for; with a fast draft a lead of one token too, if paid for.
 
         Where no probe is free it is a step by the best plan, at the price of what that is expected to lose. Where even
@@ -299,12 +299,14 @@ class GammaController:
         if second > plain:
             probe = Plan(lead, gamma, gamma > 0, PROBE)
             usual = second if gamma else plain
-            cost = (1.0 - gain) * (usual + self._lead_cost(lead, alone=gamma == 0) + costs.overhead)
+            cost = max(0.0, 1.0 - gain) * (usual + self._lead_cost(lead, alone=gamma == 0) + costs.overhead)
         elif probe.overlap and policy.lead is None and fits >= 4 and cost + one_more <= self._pooled.savings:
             probe, cost = replace(probe, lead=1), cost + one_more
         hopeless = self._hopeless()
         if hopeless:
             cost = max(cost, plain + costs.overhead)
+        if not (may_lead or probe.gamma):
+            return None  # nothing would be drafted
         if cost > self._pooled.savings:
             self._resting, self._price = self._RESTS if hopeless else 0, cost
             return None

@@ -186,9 +186,10 @@ class Decoding(Generic[Probs]):
         if obstacle is not None or self._draft_context is None:
             return Plan(0, 0, False, obstacle or "no draft")
         first = not self.generation.token_ids
-        plan = self.controller.plan() if shared is None else shared
+        may_lead = not (first or self._hand.ids)
+        plan = self.controller.plan(may_lead=may_lead) if shared is None else shared
         # The first token never waits for the draft's prompt pass.
-        lead = 0 if first or self._hand.ids else min(plan.lead, self.generation.remaining - 1)
+        lead = min(plan.lead, self.generation.remaining - 1) if may_lead else 0
         held = len(self._hand.ids) + max(0, lead)
         room = self.generation.remaining - held - 1
         gamma = min(plan.gamma, room * self._max_sequences) if plan.overlap else 0

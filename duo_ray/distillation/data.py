@@ -72,7 +72,7 @@ class Answer:
     def load(cls, path: Path) -> Answer:
         with np.load(path) as arrays:
             kept = {name: arrays[name] for name in ("prompt", "answer", "top_ids", "top_probs")}
-            return cls(**kept, own=bool(arrays["own"]))
+            return cls(**kept, own=bool(arrays["own"]) if "own" in arrays else False)
 
     @classmethod
     def of(cls, prompt: Sequence[int], tokens: Sequence[Token]) -> Answer:
@@ -253,8 +253,7 @@ def _read_there(duo: Duo, request: Request, stop: Event) -> Answer | None:
     """The same by a Ray task beside the pipeline's coordinator."""
     pipeline = duo.pipeline
     beside = PlacementGroupSchedulingStrategy(pipeline.group, placement_group_bundle_index=0)
-    task = ray.remote(_read).options(num_cpus=0, max_retries=0, scheduling_strategy=beside)
-    reply = task.remote(pipeline.reader, request)
+    reply = _READ.options(scheduling_strategy=beside).remote(pipeline.reader, request)
     while not stop.is_set():
         try:
             found: Answer = ray.get(reply, timeout=_STOP_SECONDS)
@@ -263,7 +262,8 @@ def _read_there(duo: Duo, request: Request, stop: Event) -> Answer | None:
         except RayError as error:
             raise plain_error(error) from error
         return found
-    pipeline.reader.cancel(request)
+    while not ray.wait([reply], timeout=_STOP_SECONDS)[0]:  # one that has not begun yet cannot be cancelled
+        pipeline.reader.cancel(request)
     return None
 
 
@@ -271,6 +271,9 @@ def _read(reader: Reader, request: Request) -> Answer:
     with closing(reader.stream(request)) as messages:
         tokens = [item for message in messages for item in unpacked(message) if not isinstance(item, Finished)]
     return Answer.of(request.prompt, tokens)
+
+
+_READ: Any = ray.remote(num_cpus=0, max_retries=0)(_read)
 
 
 def _request(duo: Duo, questions: Questions, sample: int, number: int) -> Request:
@@ -292,7 +295,7 @@ def describe_work(duos: Sequence[Duo], questions: Questions, folder: Path) -> st
     prepared = duos[0].prepared
     slots = prepared.settings.target.slots
     costs: dict[str, Any] = duos[0].pipeline.describe().measured
-    pass_seconds = Costs.from_dict(costs).target_seconds(slots, alone=prepared.draft_path is None)
+    pass_seconds = Costs.from_dict(costs).target_seconds(slots, alone=True)
     seconds = pass_seconds * tokens / (slots * len(duos))
     by = "" if len(duos) == 1 else f" in {len(duos)} pipelines"
     return (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from duo_ray.actors.prepare import prepare
+from duo_ray.actors.target import TargetSettings
 from duo_ray.config import Config
 from duo_ray.distillation.data import Progress, Questions, describe_work, read_questions, write_answers
 from duo_ray.distillation.student import check_student, make_student
@@ -112,13 +113,17 @@ def distill(
             f"--on-policy: the target cannot score the tokens of --student {task.student}, which has a vocabulary of "
             "its own: leave one of them out"
         )
+    device = _device(config)
+    if task.on_policy and config.models.target.device != "cpu" and config.hardware.machine == "cluster":
+        _check_gpu_here(device)
     silence_transformers()
     workspace = Workspace(out)
     workspace.begin(_plan(task, questions), resume=resume)
     clock = Clock(workspace.clock, minutes)
     progress("making the student", None)
     make_student(workspace.student, source, layers=task.layers if task.student is None else None)
-    if not workspace.trained.is_dir():
+    first, *others = workspace.stages(on_policy=task.on_policy)
+    if not first.trained.is_dir():
         _answer(workspace, questions, config, replicas, clock, start, say, progress)
     training, testing = questions.split(workspace.answers)
     if source.own_vocabulary:
@@ -130,15 +135,14 @@ def distill(
     if workspace.trained.is_dir():
         say("the student is trained already")
     else:
-        first, *others = workspace.stages(on_policy=task.on_policy)
         share = FIRST_SHARE if others else TRAINING_SHARE
         if not first.trained.is_dir():
-            _train(first, share, training, testing, task, config, clock, say, progress)
+            _train(first, share, training, testing, task, device, clock, say, progress)
         for stage in others:
-            own = _own_samples(workspace, stage.start, training, tokenizer, config, clock, progress)
+            own = _own_samples(workspace, stage.start, training, tokenizer, config, device, clock, progress)
             say(f"the student wrote {len(own)} texts, which the target scored")
             mixed = [*own, *training[: len(own)]]
-            _train(stage, TRAINING_SHARE, mixed, testing, task, config, clock, say, progress)
+            _train(stage, TRAINING_SHARE, mixed, testing, task, device, clock, say, progress)
     tokenizer_of = task.student if task.student is not None and source.own_vocabulary else task.target
     return _export(workspace, testing, task, gguf_target(tokenizer_of), config, len(questions.prompts), say, progress)
 
@@ -199,25 +203,44 @@ def _own_samples(
     answers: list[Path],
     tokenizer: Tokenizer,
     config: Config,
+    device: str,
     clock: Clock,
     progress: Progress,
 ) -> list[Path]:
     from duo_ray.distillation.own_samples import write_own_samples  # noqa: PLC0415 - torch and transformers
 
-    alone = config.models.draft.model_copy(update={"model": None})
-    prepared = prepare(config.model_copy(update={"models": config.models.model_copy(update={"draft": alone})}))
-    try:
+    with contextlib.ExitStack() as stack:
+
+        def settings() -> TargetSettings:
+            alone = config.models.draft.model_copy(update={"model": None})
+            prepared = prepare(config.model_copy(update={"models": config.models.model_copy(update={"draft": alone})}))
+            stack.callback(prepared.claims.release)
+            return prepared.settings.target
+
+        def watched(text: str, share: float | None) -> None:
+            clock.keep()
+            progress(text, share)
+
         return write_own_samples(
-            student, prepared.settings.target, answers, workspace.own, device=_device(config), ends=tokenizer.eos_ids,
-            until=lambda: clock.left(OWN_SHARE) < 0, progress=progress,
+            student, settings, answers, workspace.own, device=device, ends=tokenizer.eos_ids,
+            until=lambda: clock.left(OWN_SHARE) < 0, progress=watched,
         )  # fmt: skip
-    finally:
-        prepared.claims.release()
-        clock.keep()
 
 
 def _device(config: Config) -> str:
-    return target_device(config, detect_machine()).partition(":")[0]
+    """Where the training runs: beside the target on this machine; of a cluster this machine is all that is known."""
+    machine = detect_machine()
+    if config.hardware.machine == "cluster":
+        return "cuda" if machine.gpus else "cpu"
+    return target_device(config, machine).partition(":")[0]
+
+
+def _check_gpu_here(device: str) -> None:
+    if device == "cpu":
+        raise DistillationError(
+            "--on-policy: the target has to be loaded where this command runs, and there is no GPU for it here: run "
+            "the command on a machine with one, or leave --on-policy out"
+        )
 
 
 def _train(
@@ -226,7 +249,7 @@ def _train(
     training: list[Path],
     testing: list[Path],
     task: Task,
-    config: Config,
+    device: str,
     clock: Clock,
     say: Callable[[str], None],
     progress: Progress,
@@ -235,7 +258,7 @@ def _train(
 
     say(f"training on {len(training)} answers, {clock.left(share) / 60:.1f} minutes at most")
     found = train(
-        stage, training, testing, divergence=task.divergence, clock=clock, share=share, device=_device(config),
+        stage, training, testing, divergence=task.divergence, clock=clock, share=share, device=device,
         progress=progress,
     )  # fmt: skip
     before, after = found["before"], found["after"]

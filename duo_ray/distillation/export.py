@@ -135,9 +135,10 @@ def _kept(model: Any, answer: Answer) -> Any:
 
 
 def _speedup(costs: Costs, draft: Mapping[int, float], greedy: float, answers: Sequence[Answer]) -> float:
-    hardware = Hardware(
-        Curve({width: costs.target_seconds(width) for width in _WIDTHS}), Curve(dict(draft)), overhead=costs.overhead
+    target, faster = (
+        Curve({width: costs.target_seconds(width, alone=each) for width in _WIDTHS}) for each in (False, True)
     )
+    hardware = Hardware(target, Curve(dict(draft)), alone=faster, overhead=costs.overhead)
     prompt, length = (max(1, round(np.mean([len(part) for part in parts]))) for parts in (
         [each.prompt for each in answers], [each.answer for each in answers]
     ))  # fmt: skip

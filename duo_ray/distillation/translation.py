@@ -8,6 +8,7 @@ places nothing is known but the student's next token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -50,9 +51,10 @@ class Translator:
         begins = {end: place for place, end in enumerate(ours[len(prompt) - 1 : -1])}
         top_ids = np.zeros((len(ids) - length, answer.top_ids.shape[1]), np.int32)
         top_probs = np.zeros(top_ids.shape, np.float16)
-        for row, start in enumerate(theirs[length - 1 : -1]):
+        for row, (start, end) in enumerate(pairwise(theirs[length - 1 :])):
             place = begins.get(start)
-            if place is not None:
+            # Of tokens that do not spell the text only where all of them end is known: the first of them begins here.
+            if place is not None and end > start:
                 found = self._to_student[answer.top_ids[place]]
                 top_ids[row] = np.maximum(found, 0)
                 top_probs[row] = np.where(found >= 0, answer.top_probs[place], 0.0)

@@ -71,7 +71,8 @@ class Workspace:
         begun = read_json(self.plan)
         if begun is None:
             raise DistillationError(f"{self.out} holds nothing to resume: leave --resume out to begin")
-        changed = [name for name in plan if begun.get(name) != plan[name]]
+        # An option that an older version did not have yet was off.
+        changed = [name for name in plan if (name in begun or plan[name]) and begun.get(name) != plan[name]]
         if changed:
             name = changed[0]
             raise DistillationError(

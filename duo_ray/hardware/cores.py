@@ -46,11 +46,17 @@ def pin(cores: Sequence[int]) -> str | None:
     return None
 
 
-def pin_threads(cores: Iterable[int]) -> None:
-    """Bind all threads this process has to `cores`, where the platform can; those that end meanwhile are left out."""
-    for task in Path("/proc/self/task").glob("*"):
-        with suppress(ProcessLookupError):
-            os.sched_setaffinity(int(task.name), cores)
+def threads_here() -> frozenset[int]:
+    """Numbers of this process's threads; none where the platform does not list them."""
+    return frozenset(int(task.name) for task in Path("/proc/self/task").glob("*"))
+
+
+def pin_threads(cores: Iterable[int], threads: Iterable[int]) -> None:
+    """Bind the calling thread and others of this process to `cores`, where the platform can."""
+    if hasattr(os, "sched_setaffinity"):
+        for thread in (0, *threads):
+            with suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(thread, cores)
 
 
 class CoreClaims:

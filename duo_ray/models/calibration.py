@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,6 +61,6 @@ def write_seconds(path: Path, seconds: Mapping[str, float]) -> None:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
     temporary.write_text(json.dumps(content), encoding="utf-8")
     temporary.replace(path)

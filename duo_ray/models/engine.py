@@ -31,12 +31,12 @@ _ENOUGH = 400_000_000
 """So many weights of layers take longer than the noise of a timing."""
 
 
-def layout_seconds(path: Path, cores: Sequence[int], threads: int) -> dict[str, float]:
+def layout_seconds(path: Path, cores: Sequence[int], threads: int, *, repacked: bool = True) -> dict[str, float]:
     """T(1) + T(8) of a .gguf file in llama.cpp, seconds, by the layout of its weights: plain and, if any, repacked.
 
     Measured on `cores`; what cannot run is left out.
     """
-    ways = ("plain",) if read_gguf(path).quant in NEVER_REPACKED else ("plain", "repacked")
+    ways = ("plain", "repacked") if repacked and read_gguf(path).quant not in NEVER_REPACKED else ("plain",)
     return {way: seconds for way in ways if (seconds := _measured(path, cores, threads, way)) is not None}
 
 

@@ -18,7 +18,7 @@ from duo_ray.actors.target import Judged, ProbsPick, Sent, TargetInfo, picked
 from duo_ray.models.scripted import ScriptedDraft, ScriptedTarget, mixed_table, random_table
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import Strategy, VocabularyMatch, VocabularyReport
-from duo_ray.types import DraftBlock, DraftJob, DraftProbs, TargetReply, VerifyJob
+from duo_ray.types import DraftBlock, DraftJob, DraftProbs, Span, TargetReply, VerifyJob
 
 VOCAB = 16
 CONTEXT = 400
@@ -100,6 +100,8 @@ class ScriptedTargetActor(_Recording):
             reply = self._model.verify(jobs, picked(picks, probs))
             spreads = alone and self._seconds_alone is not None
             time.sleep(self._seconds_alone if spreads else self._seconds)
+            if self._seconds_alone is not None:
+                reply = replace(reply, span=Span(reply.span.started, time.time()))
             return replace(reply, alone=spreads)
 
     def _answer(self, argument: Judged, parts: wire.Parts) -> tuple[TargetReply, wire.Parts]:

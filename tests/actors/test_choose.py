@@ -44,7 +44,7 @@ def test_the_faster_engine_is_chosen_measured_once_and_said(
         return seconds[1]
 
     monkeypatch.setattr(choose, "transformers_seconds", measure)
-    monkeypatch.setattr(choose, "layout_seconds", lambda *_: {"plain": 9.0, "repacked": seconds[0]})
+    monkeypatch.setattr(choose, "layout_seconds", lambda *_, **__: {"plain": 9.0, "repacked": seconds[0]})
     for _ in range(2):
         chosen, [note] = choice(model)
         assert chosen == engine
@@ -56,7 +56,7 @@ def test_the_faster_engine_is_chosen_measured_once_and_said(
 
 def test_a_model_that_one_engine_cannot_run_gets_the_other(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "transformers_seconds", lambda *_: None)
-    monkeypatch.setattr(choose, "layout_seconds", lambda *_: {"plain": 9.0})
+    monkeypatch.setattr(choose, "layout_seconds", lambda *_, **__: {"plain": 9.0})
     chosen, [note] = choice(model)
     assert chosen == "llama_cpp"
     assert "the one that runs this model" in note
@@ -64,7 +64,7 @@ def test_a_model_that_one_engine_cannot_run_gets_the_other(model: str, monkeypat
 
 def test_a_model_for_neither_engine_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "transformers_seconds", lambda *_: None)
-    monkeypatch.setattr(choose, "layout_seconds", lambda *_: {})
+    monkeypatch.setattr(choose, "layout_seconds", lambda *_, **__: {})
     with pytest.raises(DuoRayError, match=r"tiny\.gguf runs neither in llama\.cpp nor"):
         choice(model)
 
@@ -75,7 +75,7 @@ def test_the_faster_layout_is_chosen_measured_once_and_said(
 ) -> None:
     calls: list[Path] = []
 
-    def measure(path: Path, *_: object) -> dict[str, float]:
+    def measure(path: Path, *_: object, **__: object) -> dict[str, float]:
         calls.append(path)
         return dict(zip(("plain", "repacked"), seconds, strict=True))
 
@@ -89,14 +89,14 @@ def test_the_faster_layout_is_chosen_measured_once_and_said(
 
 
 def test_weights_with_one_layout_are_left_as_they_are(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "layout_seconds", lambda *_: {"plain": 9.0})
+    monkeypatch.setattr(choose, "layout_seconds", lambda *_, **__: {"plain": 9.0})
     notes: list[str] = []
     assert not choose_layout(Path(model), CPU, MACHINE, notes, lambda _text, _share: None)
     assert notes == []
 
 
 def test_nothing_is_measured_where_there_is_no_choice(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(*_: object) -> dict[str, float]:
+    def measure(*_: object, **__: object) -> dict[str, float]:
         raise DuoRayError("measured")
 
     monkeypatch.setattr(choose, "transformers_seconds", measure)

@@ -28,13 +28,15 @@ def use_threads(self, count, real=LlamaCppTarget.use_threads):
 LlamaCppTarget.use_threads = use_threads
 warm_up = LlamaCppTarget.warm_up
 LlamaCppTarget.warm_up = lambda self, steps: [(n, seconds[threads[-1] > 1]) for n, _ in warm_up(self, steps)]
+before = {int(task) for task in os.listdir("/proc/self/task")}
 actor = target.TargetActor(target.TargetSettings(
     sys.argv[1], "llama_cpp", "demo", "cpu", "Q4_1", slots=2, max_context=256, vocab_size=49152, threads=1, cores=(0,),
     attn_implementation="sdpa", chunk=128, device_map=None, cuda_graphs=False, quantization="none", gpu_layers=0,
     warmup_steps=1, opening=tuple(range(40, 60)), spare_cores=(1,), node="here",
 ))
 def allowed():
-    return sorted({tuple(sorted(os.sched_getaffinity(int(task)))) for task in os.listdir("/proc/self/task")})
+    engines = {int(task) for task in os.listdir("/proc/self/task")} - before | {os.getpid()}
+    return sorted({tuple(sorted(os.sched_getaffinity(task))) for task in engines})
 found = {"measured": [n for n, _ in actor.measure_alone()]}
 log, agreed = IdLog([*range(40, 60), 70, 71]), 0
 for name, alone in (("first", True), ("beside", False), ("again", True)):

@@ -109,6 +109,30 @@ def test_passes_of_one_kind_tell_of_the_machine_what_the_other_kind_has_not_seen
     assert costs.target_seconds(1, alone=not alone) == pytest.approx(0.12 if alone else 0.06, rel=0.1)
 
 
+def test_slow_passes_of_one_kind_among_others_are_believed() -> None:
+    costs = Costs()
+    for _ in range(10):
+        costs.observe_target(1, 0.04)
+        costs.observe_target(1, 0.04, alone=True)
+    for _ in range(4):
+        costs.observe_target(1, 0.08)
+        for _ in range(5):
+            costs.observe_target(1, 0.04, alone=True)
+    assert costs.target_seconds(1) > 0.065
+    assert costs.target_seconds(1, alone=True) == pytest.approx(0.04, rel=0.1)
+
+
+def test_a_target_that_lost_its_further_cores_is_estimated_as_before() -> None:
+    costs = Costs()
+    for _ in range(10):
+        costs.observe_target(1, 0.08)
+        costs.observe_target(1, 0.04, alone=True)
+    costs.drop_alone()
+    assert costs.target_seconds(1, alone=True) == costs.target_seconds(1) == pytest.approx(0.08, rel=0.05)
+    costs.observe_target(1, 0.04, alone=True)
+    assert costs.target_seconds(1, alone=True) < costs.target_seconds(1)
+
+
 def test_overhead_is_the_median_of_late() -> None:
     costs = Costs()
     for seconds in (0.002, 0.003, 9.0, -0.1, 0.004, math.nan):

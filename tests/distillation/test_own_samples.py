@@ -46,8 +46,8 @@ def write(target, asked, tmp_path, monkeypatch):
 
     def run(until=lambda: False):
         return write_own_samples(
-            tmp_path / "student", SETTINGS, asked, tmp_path / "own", device="cpu", ends=frozenset({END}), until=until,
-            progress=lambda *_: None,
+            tmp_path / "student", lambda: SETTINGS, asked, tmp_path / "own", device="cpu", ends=frozenset({END}),
+            until=until, progress=lambda *_: None,
         )  # fmt: skip
 
     return run
@@ -83,7 +83,7 @@ def test_samples_are_drawn_from_the_students_own_distribution(tmp_path):
     asked = [SimpleNamespace(prompt=prompt, answer=np.zeros(1))] * 4000
     asked.append(SimpleNamespace(prompt=np.arange(9, dtype=np.int32), answer=np.zeros(1)))
     torch.manual_seed(0)
-    drawn = [int(each[0]) for each in own_samples._samples(student, asked, frozenset())][:-1]
+    drawn = [int(each[0]) for each in own_samples._samples(student, asked, frozenset(), VOCAB)][:-1]
     shares = np.bincount(drawn, minlength=VOCAB) / len(drawn)
     expected = own_logits(student, [3, 4])[-1].softmax(-1).numpy()
     assert np.abs(shares - expected).sum() / 2 < 0.1

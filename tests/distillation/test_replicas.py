@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -49,12 +50,19 @@ def test_an_answer_is_the_same_wherever_it_is_read(duos):
 
 def test_whoever_stops_ends_the_work_on_it(duos):
     duo, stop = duos[0], threading.Event()
-    threading.Timer(2.0, stop.set).start()
-    assert _read_there(duo, options(duo, 8000), stop) is None
-    deadline = time.monotonic() + 60
-    while ray.get(duo.pipeline.reader.coordinator.load.remote()).running:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+
+    def running():
+        return ray.get(duo.pipeline.reader.coordinator.load.remote()).running
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(_read_there, duo, options(duo, 8000), stop)
+        deadline = time.monotonic() + 120
+        while not running():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        stop.set()
+        assert reading.result(timeout=60) is None
+    assert not running()
 
 
 def test_what_goes_wrong_there_is_one_line_here(duos):

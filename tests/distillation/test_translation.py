@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
 
 from duo_ray.distillation.data import TOP, Answer
 from duo_ray.distillation.translation import Translator, translate_answers
@@ -79,3 +80,15 @@ def test_answers_that_are_translated_already_are_kept(tmp_path) -> None:
     found[1].unlink()
     assert translate_answers(paths, folder, translator, lambda *_: None) == found
     assert found[0].stat().st_mtime_ns == before
+
+
+def test_of_tokens_that_do_not_spell_the_text_only_the_first_has_a_place_in_it() -> None:
+    """A student that composes characters before it splits them: where its tokens begin within a run is not known."""
+    backend = byte_level()
+    backend.normalizer = normalizers.NFC()
+    answer = written("the dog", " naïve cafe\u0301")
+    found = Translator(TARGET, Tokenizer(backend, special=SPECIAL)).translate(answer)
+    assert found is not None
+    known = found.top_probs.sum(-1) > 0
+    assert known[0]
+    assert not known[1:].any()
