@@ -98,6 +98,9 @@ class ProbsPick:
     entry: int
 
 
+Timings = tuple[tuple[int, float], ...]
+"""(new tokens in a pass, seconds)."""
+
 Judged = tuple[Sequence[VerifyJob], Sequence[ProbsPick | None], bool]
 """Jobs, whose `DraftProbs` are where, and whether no draft works beside them."""
 Sent = tuple[DraftProbs | None, ...] | bytes
@@ -154,23 +157,29 @@ class TargetActor:
             engine=self._settings.engine,
         )
 
-    def measure_alone(self) -> tuple[tuple[int, float], ...]:
-        """(new tokens, seconds) of passes on the drafts' cores, too, which must be idle; none where that is no faster.
+    def measure_alone(self) -> tuple[Timings, Timings]:
+        """Times of passes on one's own cores, and on the drafts' cores, too, which must be idle; the latter only where
+        they are faster, both only where there are such cores.
 
-        Before the first request: what the cache holds for it is put back.
+        Those on one's own were taken before, but while the drafts were being loaded. To be asked before the first
+        request: what the cache holds for it is put back.
         """
         if not self._settings.spare_cores:
-            return ()
+            return (), ()
         with self._busy:
-            timings, own = in_passing_thread(self._time_alone), dict(self._timings)
-        return timings if all(seconds < own[width] for width, seconds in timings if width in _TELLING) else ()
+            self._timings, alone = in_passing_thread(self._time_alone)
+        own = dict(self._timings)
+        faster = all(seconds < own[width] for width, seconds in alone if width in _TELLING)
+        return self._timings, alone if faster else ()
 
-    def _time_alone(self) -> tuple[tuple[int, float], ...]:
+    def _time_alone(self) -> tuple[Timings, Timings]:
+        self._spread(alone=False)
+        own = tuple(self._model.warm_up(_ALONE_STEPS))
         self._spread(alone=True)
-        timings = tuple(self._model.warm_up(_ALONE_STEPS))
+        alone = tuple(self._model.warm_up(_ALONE_STEPS))
         self._read_opening()
         self._alone = None  # the thread that serves is not bound yet
-        return timings
+        return own, alone
 
     def _spread(self, *, alone: bool) -> None:
         """Compute on the drafts' cores, too, or on one's own."""

@@ -14,7 +14,7 @@ import ray
 
 from duo_ray.actors import wire
 from duo_ray.actors.draft import DraftInfo
-from duo_ray.actors.target import Judged, ProbsPick, Sent, TargetInfo, picked
+from duo_ray.actors.target import Judged, ProbsPick, Sent, TargetInfo, Timings, picked
 from duo_ray.models.scripted import ScriptedDraft, ScriptedTarget, mixed_table, random_table
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import Strategy, VocabularyMatch, VocabularyReport
@@ -78,9 +78,13 @@ class ScriptedTargetActor(_Recording):
         node = ray.get_runtime_context().get_node_id()
         return TargetInfo(os.getpid(), node, "cpu", "float64", (), CONTEXT, self._model.slots, 0, timings)
 
-    def measure_alone(self) -> tuple[tuple[int, float], ...]:
-        seconds = self._seconds_alone
-        return () if seconds is None else tuple((n, seconds * (1 + 0.01 * n)) for n in (1, 8))
+    def measure_alone(self) -> tuple[Timings, Timings]:
+        if self._seconds_alone is None:
+            return (), ()
+        own, alone = (
+            tuple((n, seconds * (1 + 0.01 * n)) for n in (1, 8)) for seconds in (self._seconds, self._seconds_alone)
+        )
+        return own, alone
 
     def alone(self) -> list[bool]:
         """Of every pass since the last time, whether no draft was said to work beside it."""

@@ -12,7 +12,7 @@ import pytest
 from duo_ray.actors.passing_thread import in_passing_thread
 
 _ACTOR = """
-import json, os, sys
+import json, os, sys, time
 from duo_ray.actors import draft, target
 for module in (draft, target):
     module.node_id = lambda: "here"
@@ -35,6 +35,9 @@ else:
         max_sequences=1, vocabulary="auto", warmup_steps=1, node="here",
     ))
     actor.adapt(Tokenizer.load(resolve_target("demo").tokenizer_path))
+deadline = time.monotonic() + 10
+while threads() > before and time.monotonic() < deadline:
+    time.sleep(0.01)  # they end a little after their thread
 print(json.dumps(threads() - before))
 """
 

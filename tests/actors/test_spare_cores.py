@@ -37,7 +37,7 @@ actor = target.TargetActor(target.TargetSettings(
 def allowed():
     engines = {int(task) for task in os.listdir("/proc/self/task")} - before | {os.getpid()}
     return sorted({tuple(sorted(os.sched_getaffinity(task))) for task in engines})
-found = {"measured": [n for n, _ in actor.measure_alone()]}
+found = {"measured": [n for n, _ in actor.measure_alone()[1]]}
 log, agreed = IdLog([*range(40, 60), 70, 71]), 0
 for name, alone in (("first", True), ("beside", False), ("again", True)):
     job = VerifyJob(log.context("a", agreed=agreed, prompt_length=22), (), SamplingParams(temperature=0.0))
