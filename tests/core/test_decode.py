@@ -65,7 +65,7 @@ def test_a_draft_that_only_reads_for_some_steps_goes_on_where_it_is(read, monkey
     """The draft of a request that shares it with others may be far behind: it reads piece by piece, then writes."""
     reads, writes = Plan(0, 0, False, "reads", read=read), Plan(2, 4, True, "writes")
     plans = itertools.cycle([PLAIN, PLAIN, reads, reads, PLAIN, *[writes] * 6])
-    monkeypatch.setattr(Fixed, "plan", lambda _: next(plans))
+    monkeypatch.setattr(Fixed, "plan", lambda *_, **__: next(plans))
     prompt = tuple(i % VOCAB for i in range(1, 10))
     one, tokens = run(GREEDY, PLAIN, prompt=prompt, draft_table=TABLE, max_tokens=60)
     assert [token.id for token in tokens] == greedy_ids(TABLE, prompt, 60)
