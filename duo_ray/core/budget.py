@@ -79,6 +79,7 @@ class SharedBudget:
     _SWITCH = 1.02
     _PROBE_SHARE = 0.01
     _SAVED_ROUNDS = 4.0
+    _RESTS = 8
     _FREE_GAP, _LONGEST_GAP = 4, 256
     """Rounds between probes that fit beside a pass, for each request: the more there are the less is to be won."""
     _TURN = 12
@@ -103,6 +104,9 @@ class SharedBudget:
         """For how many rounds each of those whose turn it is has drafted."""
         self._savings = 0.0
         self._gap = self._wait = 1
+        self._resting, self._rested = 0, (0, 0)
+        """For how many rounds of so many seats and rows there is nothing to decide, unless a probe can be paid."""
+        self._price, self._why_plain = 0.0, ""
         self._slowdown = Slowdown(self._CONTENTION)
         self._expected: tuple[bool, float] | None = None
         """Whether the round before drafted, and how long it should have taken."""
@@ -145,12 +149,18 @@ class SharedBudget:
         """A plan for each of these seats, whose drafts are free."""
         if not self._allowed.any():
             return [Plan(0, 0, False, "plain: the configuration leaves nothing to draft")] * len(seats)
+        unpaid = self._savings < self._price
+        if self._plain and self._resting and unpaid and self._rested == (len(seats), rows):
+            self._resting -= 1
+            self._save(rows)
+            return [Plan(0, 0, False, self._why_plain)] * len(seats)
         drafting, shared, gain = self._best(seats, rows, drafts)
         if drafting:
             self._gap = self._wait = 1
             plans = self._turn(seats, drafting, shared, rows)
         else:
-            plans = [Plan(0, 0, False, f"plain: drafting {gain:.2f}x of plain decoding, {rows} requests")] * len(seats)
+            self._why_plain = f"plain: drafting {gain:.2f}x of plain decoding, {rows} requests"
+            plans = [Plan(0, 0, False, self._why_plain)] * len(seats)
             # One that has little to read, else the one that has waited longest.
             near = [i for i, seat in enumerate(seats) if seat.behind <= _NEAR] or range(len(seats))
             asked = max(near, key=lambda i: self._idle[seats[i].controller])
@@ -267,6 +277,12 @@ class SharedBudget:
         rounds = self.costs.draft_seconds(max(1, behind)) / self.costs.target_seconds(rows)
         return rounds * self._slowdown.extra / (2 * self._TURN)
 
+    def _save(self, rows: int) -> None:
+        """A round went by without a draft."""
+        plain = self.costs.target_seconds(rows, alone=True)
+        self._savings = min(self._savings + self._PROBE_SHARE * plain, self._SAVED_ROUNDS * plain)
+        self._wait -= 1
+
     def _hopeless(self, seats: Sequence[Seat], rows: int, drafts: int) -> bool:
         """Whether drafting would not pay if all that is drafted were accepted."""
         right = [Chances(1.0, 1.0, pace=seat.controller.acceptance.pace) for seat in seats]
@@ -283,8 +299,7 @@ class SharedBudget:
         """
         costs = self.costs
         second, plain = costs.target_seconds(rows), costs.target_seconds(rows, alone=True)
-        self._savings = min(self._savings + self._PROBE_SHARE * plain, self._SAVED_ROUNDS * plain)
-        self._wait -= 1
+        self._save(rows)
         if self._wait > 0:
             return None
         size = max(2, self._policy.gamma_min)
@@ -296,10 +311,13 @@ class SharedBudget:
         else:
             plan = Plan(0, size, True, PROBE)
             cost += costs.target_seconds(rows + size - 1) - plain
-        if self._hopeless(seats, rows, drafts):
-            cost = max(cost, 0.99 * self._SAVED_ROUNDS * plain)
         if cost > self._savings:
             return None
+        if self._hopeless(seats, rows, drafts):
+            cost = max(cost, 0.99 * self._SAVED_ROUNDS * plain)
+            if cost > self._savings:
+                self._resting, self._rested, self._price = self._RESTS, (len(seats), rows), cost
+                return None
         self._savings -= cost
         free = max(second, size * costs.draft_seconds(1)) <= plain
         self._gap = min(2 * self._gap, self._FREE_GAP * rows if free else self._LONGEST_GAP)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from duo_ray.core import budget as budget_module
 from duo_ray.core.acceptance import Acceptance
 from duo_ray.core.budget import Chances, Seat, SharedBudget, shared_rates
 from duo_ray.core.costs import Costs
@@ -282,6 +283,19 @@ def test_without_overlap_a_probe_is_a_short_lead() -> None:
             seat.controller.acceptance.observe(1, 0, False)
     plans = [plan for _ in range(400) for plan in budget.plan(asking, rows=3)]
     assert {(plan.lead, plan.gamma) for plan in plans} == {(0, 0), (2, 0)}
+
+
+def test_where_drafting_could_not_pay_rounds_are_hardly_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+    rates = budget_module.shared_rates
+    monkeypatch.setattr(budget_module, "shared_rates", lambda *given, **how: planned.append(1) or rates(*given, **how))
+    world = crowd(8, ratio=2, token=0.95)
+    [world.round() for _ in range(200)]
+    assert 0 < len(planned) < 80
+    planned.clear()
+    world.resize(7)  # another number of requests is looked at anew
+    world.round()
+    assert planned
 
 
 def test_the_same_observations_give_the_same_plans() -> None:
