@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import ray
@@ -263,9 +264,11 @@ def test_a_target_that_gains_by_it_is_told_when_no_draft_works_and_its_times_are
         await read(coordinator, request("led", tokens=40, draft_budget=4))
         return alone, ray.get(target.alone.remote()), coordinator.describe().measured
 
-    alone, beside, measured = run(one_after_the_other, settings, (target, models[1]))
+    alone, beside, measured = run(
+        one_after_the_other, replace(settings, policy=Policy(fallback=False, lead=0)), (target, models[1])
+    )
     assert alone == [True] * 12
-    assert beside.count(False) >= 3
+    assert beside.count(False) > len(beside) / 2
     assert measured["alone"]["1"] < 0.75 * measured["target"]["1"]
 
 
@@ -293,6 +296,6 @@ def test_of_several_requests_one_that_drafts_is_enough_to_leave_the_drafts_their
         await asyncio.gather(*(read(coordinator, each) for each in wanted))
         return ray.get(target.alone.remote()), ray.get(target.calls.remote())
 
-    alone, calls = run(together, settings, (target, models[1]))
+    alone, calls = run(together, replace(settings, policy=Policy(fallback=False, lead=0)), (target, models[1]))
     drafting = [flag for flag, call in zip(alone, calls, strict=True) if any(name == "a" for name, _ in call)]
     assert drafting.count(False) > 0.6 * len(drafting)
