@@ -236,7 +236,8 @@ class Run(Generic[Probs]):
         lead_seconds = lead.span.seconds if lead is not None else 0.0
         block_seconds = block.span.seconds if block is not None else 0.0
         overhead = self._stats.timed(wall, judgement.span, lead_seconds, block_seconds)
-        self._costs.observe_overhead(overhead)
+        asked = self.decoding.current_plan
+        self._costs.observe_overhead(overhead, drafting=bool(asked.lead or asked.gamma or asked.read))
         plain = self._costs.target_seconds(judgement.requests, alone=True)
         self._stepped(StepTimes(judgement.span.seconds, overhead, plain))
         self._note("coordinator", "step", wall)

@@ -212,7 +212,8 @@ class SharedBudget:
         tokens = rows + sum(seat.hand for seat in seats) + sum(lead for _, lead in leading)
         drafting = draft_call_seconds(costs, writing, drafts)
         alone = not busy and drafting == 0.0 and not any(plan.read for plan in plans)
-        return lead_seconds + max(costs.target_seconds(tokens, alone=alone), drafting) + costs.overhead
+        overhead = costs.overhead(drafting=not alone or bool(leading))
+        return lead_seconds + max(costs.target_seconds(tokens, alone=alone), drafting) + overhead
 
     def _readable(self, rows: int, writing: Sequence[Seat], shared: Plan) -> int:
         """Ids a draft can read beside what it writes while the target is busy; any number when it writes nothing."""
@@ -305,6 +306,7 @@ class SharedBudget:
         size = max(2, self._policy.gamma_min)
         drafting = draft_call_seconds(costs, [(size, behind)], 1)
         cost = max(second, drafting) * self._slowdown.extra
+        cost += costs.overhead(drafting=True) - costs.overhead(drafting=False)
         if self._policy.overlap is False:
             plan = Plan(size, 0, False, PROBE)
             cost += costs.target_seconds(rows + size - 1, alone=True) - plain + drafting
@@ -391,7 +393,9 @@ def shared_rates(
     lead_seconds = someone * lead * costs.draft_curve(np.maximum(leading, 1.0)) * mean_pace
     beside, alone = (costs.target_curve(rows + _summed(tokens), alone=each) for each in (False, True))
     at_work = (count > 0) & ((gamma > 0) | (count < len(chances)))
-    seconds = lead_seconds + np.maximum(np.where(at_work, beside, alone), drafting) + costs.overhead
+    plain, overhead = (costs.overhead(drafting=each) for each in (False, True))
+    overheads = np.where(at_work | (someone * lead > 0), overhead, plain)
+    seconds = lead_seconds + np.maximum(np.where(at_work, beside, alone), drafting) + overheads
     return np.asarray((rows + _summed(committed)) / seconds)
 
 

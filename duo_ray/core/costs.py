@@ -143,6 +143,53 @@ class _Curve:
         return twin
 
 
+class _Overhead:
+    """Seconds of a step beside both models' work, and what a step that drafts has more of that than a plain one.
+
+    Steps of both kinds tell the level. What drafting adds is learned only where steps of the two kinds follow each
+    other: at other times the machine may have been another one.
+    """
+
+    _KEPT, _ENOUGH = 15, 3
+
+    def __init__(self) -> None:
+        self._levels: deque[float] = deque(maxlen=self._KEPT)
+        self._extras: deque[float] = deque(maxlen=self._KEPT)
+        self._last: tuple[bool, float] | None = None
+
+    @classmethod
+    def known(cls, plain: float, drafting: float) -> _Overhead:
+        """Of both kinds of steps, from earlier measurements."""
+        overhead = cls()
+        overhead._levels.append(plain)
+        overhead._extras.extend([drafting - plain] * cls._ENOUGH)
+        return overhead
+
+    def observe(self, seconds: float, *, drafting: bool) -> None:
+        if self._last is not None and self._last[0] != drafting:
+            more = seconds - self._last[1]
+            self._extras.append(more if drafting else -more)
+        self._last = drafting, seconds
+        self._levels.append(seconds - self.extra * drafting)
+
+    @property
+    def both_known(self) -> bool:
+        return len(self._extras) >= self._ENOUGH
+
+    @property
+    def extra(self) -> float:
+        return max(0.0, median(self._extras)) if self._extras else 0.0
+
+    def seconds(self, *, drafting: bool) -> float:
+        level = max(0.0, median(self._levels)) if self._levels else 0.0
+        return level + self.extra * drafting
+
+    def copy(self) -> _Overhead:
+        twin = _Overhead()
+        twin._levels, twin._extras, twin._last = self._levels.copy(), self._extras.copy(), self._last
+        return twin
+
+
 class Costs:
     """Measured seconds, shared by all requests of a pipeline. Recent values weigh more; outliers are damped.
 
@@ -158,7 +205,7 @@ class Costs:
     def __init__(self) -> None:
         self._target = _Curve(dense=LARGEST + 1, slope=0.015)
         self._draft = _Curve(dense=LARGEST // 2, slope=0.3)
-        self._overheads: deque[float] = deque(maxlen=15)
+        self._overhead = _Overhead()
         self._is_frozen = False
 
     def observe_target(self, tokens: int, seconds: float, *, alone: bool = False) -> None:
@@ -186,10 +233,13 @@ class Costs:
         if read >= _WIDE:
             self.observe_draft(read, longest.prompt_seconds)
 
-    def observe_overhead(self, seconds: float) -> None:
-        """Wall time of a step minus max(T_target, draft time); below zero counts as zero."""
+    def observe_overhead(self, seconds: float, *, drafting: bool) -> None:
+        """Wall time of a step minus max(T_target, draft time); below zero counts as zero.
+
+        `drafting`: something was asked of the draft in it.
+        """
         if not self._is_frozen and math.isfinite(seconds):
-            self._overheads.append(max(0.0, seconds))
+            self._overhead.observe(max(0.0, seconds), drafting=drafting)
 
     def target_seconds(self, tokens: float, *, alone: bool = False) -> float:
         """Estimate of T_target(tokens)."""
@@ -199,10 +249,14 @@ class Costs:
         """Estimate for one draft decode of `width` sequences."""
         return float(self.draft_curve(width))
 
+    def overhead(self, *, drafting: bool) -> float:
+        """Round overhead by the last ones, seconds: of a step in which the draft is asked for something, or is not."""
+        return self._overhead.seconds(drafting=drafting)
+
     @property
-    def overhead(self) -> float:
-        """Median of the last round overheads, seconds."""
-        return float(median(self._overheads)) if self._overheads else 0.0
+    def both_overheads_known(self) -> bool:
+        """Whether steps of both kinds have followed each other a few times."""
+        return self._overhead.both_known
 
     def target_curve(self, tokens: Array | float, *, alone: bool = False) -> Array:
         """`target_seconds` for an array of token counts, fractions allowed."""
@@ -225,27 +279,28 @@ class Costs:
     def other_draft(self) -> Costs:
         """Costs of another draft beside the same target: what either learns of the target and overhead, both know."""
         twin = Costs()
-        twin._target, twin._overheads = self._target, self._overheads
+        twin._target, twin._overhead = self._target, self._overhead
         return twin
 
     def frozen(self) -> Costs:
         """A copy that ignores further observations: the schedule of a reproducible request rests on it."""
         twin = Costs()
         twin._target, twin._draft = self._target.copy(), self._draft.copy()
-        twin._overheads = self._overheads.copy()
+        twin._overhead = self._overhead.copy()
         twin._is_frozen = True
         return twin
 
     def as_dict(self) -> dict[str, Any]:
         """Estimates at powers of two among the widths seen and at the widest, for JSON.
 
-        {"target": {"1": s, ...}, "alone": {...}, "draft": {...}, "overhead": s}
+        {"target": {"1": s, ...}, "alone": {...}, "draft": {...}, "overhead": s, "overhead_drafting": s}
         """
         return {
             "target": {str(n): self.target_seconds(n) for n in _telling(self._target.seen)},
             "alone": {str(n): self.target_seconds(n, alone=True) for n in _telling(self._target.seen_alone)},
             "draft": {str(n): self.draft_seconds(n) for n in _telling(self._draft.seen)},
-            "overhead": self.overhead,
+            "overhead": self.overhead(drafting=False),
+            "overhead_drafting": self.overhead(drafting=True),
         }
 
     @classmethod
@@ -263,7 +318,8 @@ class Costs:
                 costs.observe_target(int(tokens), float(seconds), alone=True)
             for width, seconds in stored["draft"].items():
                 costs.observe_draft(int(width), float(seconds))
-            costs.observe_overhead(float(stored["overhead"]))
+            plain = float(stored["overhead"])
+            costs._overhead = _Overhead.known(plain, float(stored.get("overhead_drafting", plain)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"stored calibration {stored!r} cannot be read ({error!r}): delete it to measure anew"

@@ -92,7 +92,7 @@ def tokens_per_second(
 
     A step starts with nothing in hand (EMPTY) or with a tail of m tokens (HAND). With a the chance of a token, h that
     of a head, A(k) = a + a^2 + ... + a^k = a (1 - a^k) / (1 - a) the expected number accepted of k, d = T_draft, o the
-    round overhead, and D(gamma) the draft time of a block:
+    round overhead of such steps, and D(gamma) the draft time of a block:
 
         EMPTY   commits 1 + A(lead)   in lead d + max(T_target(lead + 1), D(gamma)) + o,   then HAND with v = a^lead h
         HAND    commits 1 + A(m)      in          max(T_target(m + 1),    D(gamma)) + o,   then HAND with w = a^m h
@@ -121,10 +121,10 @@ def tokens_per_second(
     drafting = decodes * costs.draft_curve(gammas / np.maximum(decodes, 1.0)) / speed + more_to_read * (gammas > 0)
     lead_seconds = leads * (costs.draft_seconds(1) / speed) + more_to_read * (leads > 0)
     beside, alone = (costs.target_curve(leads + 1.0, alone=each)[:, None] for each in (False, True))
-    empty_seconds = (lead_seconds + costs.overhead)[:, None] + np.maximum(
-        np.where(gammas > 0, beside, alone), drafting[None, :]
-    )
-    hand_seconds = np.maximum(costs.target_curve(tails + 1.0), drafting) + costs.overhead
+    plain, overhead = (costs.overhead(drafting=each) for each in (False, True))
+    overheads = np.where((leads[:, None] > 0) | (gammas > 0), overhead, plain)
+    empty_seconds = lead_seconds[:, None] + np.maximum(np.where(gammas > 0, beside, alone), drafting[None, :]) + overheads
+    hand_seconds = np.maximum(costs.target_curve(tails + 1.0), drafting) + overhead
     bet = np.where(gammas > 0, head, 0.0)
     to_hand = a ** leads[:, None] * bet
     leave = 1.0 - a**tails * bet
@@ -144,6 +144,8 @@ class GammaController:
     before (up to 6 where they fit beside the pass, 256 where they do not), and only when the time a probe may cost has
     been saved up from 2% of the time of plain decoding (1% where a target alone is faster than one beside a draft). A
     bet won by a probe is followed by another at once.
+
+    While drafting gains little, a few steps are plain ones, until it is known how the overheads of both differ.
     """
 
     _LEAVE, _RETURN = 1.01, 1.04
@@ -152,6 +154,9 @@ class GammaController:
     _SAVED_STEPS = 2.0
     _FREE_GAP, _LONGEST_GAP = 6, 256
     _RESTS = 8
+    _DOUBTFUL, _COMPARED = 1.3, 4
+    """A gain below which the overheads of both kinds of steps have to be known, and how many steps draft until then
+    before a plain one."""
 
     def __init__(self, policy: Policy, costs: Costs, acceptance: Acceptance) -> None:
         self.acceptance = acceptance.for_request()
@@ -165,6 +170,8 @@ class GammaController:
         self._reading = 1.0
         self._plain = False
         self._gap = self._wait = 1
+        self._drafted = 0
+        """Steps since the last one that was plain to be compared."""
         self._resting = 0
         """For how many steps there is nothing to decide, unless a probe can be paid: planning takes time, too."""
         self._price, self._why_plain = 0.0, ""
@@ -175,7 +182,7 @@ class GammaController:
             return Plan(0, 0, False, "plain: the configuration leaves nothing to draft")
         costs = self.costs
         plain = costs.target_seconds(1, alone=True)
-        second, share = plain + costs.overhead, self._PROBE_SHARE
+        second, share = self._plain_seconds(), self._PROBE_SHARE
         if costs.target_seconds(1) > plain:  # no probe is free, and all that is saved up will be spent
             share = self._COSTLY_PROBE_SHARE
         self._pooled.savings = min(self._pooled.savings + share * second, self._SAVED_STEPS * second)
@@ -188,6 +195,11 @@ class GammaController:
         self._plain = self._policy.fallback and gain < (self._RETURN if self._plain else self._LEAVE)
         if not self._plain:
             self._gap = self._wait = 1
+            self._drafted += 1
+            if self._policy.fallback and gain < self._DOUBTFUL and self._drafted > self._COMPARED:
+                self._drafted = 0
+                if not costs.both_overheads_known:
+                    return Plan(0, 0, False, "plain: to compare")
             return Plan(lead, gamma, gamma > 0, "fixed" if self._allowed.sum() == 1 else "auto")
         self._why_plain = f"plain: drafting {gain:.2f}x of plain decoding"
         return self._probe(lead, gamma, gain, may_lead=may_lead) or Plan(0, 0, False, self._why_plain)
@@ -258,10 +270,8 @@ class GammaController:
 
     def _gain(self, lead: int, gamma: int) -> float:
         """Rate of a plan as a multiple of plain decoding's, with the draft's true speed."""
-        costs = self.costs
         rate = self._rates(np.array([float(lead)]), np.array([float(gamma)]), 1.0)
-        plain = costs.target_seconds(1, alone=True) + costs.overhead
-        return float(rate[0, 0]) * plain / (1.0 + self._policy.contention)
+        return float(rate[0, 0]) * self._plain_seconds() / (1.0 + self._policy.contention)
 
     def _rates(self, leads: Array, gammas: Array, speed: float) -> Array:
         chances = self.acceptance
@@ -294,17 +304,19 @@ class GammaController:
             probe = Plan(0, size, True, PROBE)
             block = max(second, size * token) - plain + self.acceptance.head * (costs.target_seconds(size) - second)
             block += policy.contention * second
+        overhead = costs.overhead(drafting=True)
+        block += overhead - costs.overhead(drafting=False)
         cost = block + self._lead_cost(probe.lead, alone=not probe.overlap)
         one_more = self._lead_cost(1, alone=False)
         if second > plain:
             probe = Plan(lead, gamma, gamma > 0, PROBE)
             usual = second if gamma else plain
-            cost = max(0.0, 1.0 - gain) * (usual + self._lead_cost(lead, alone=gamma == 0) + costs.overhead)
+            cost = max(0.0, 1.0 - gain) * (usual + self._lead_cost(lead, alone=gamma == 0) + overhead)
         elif probe.overlap and policy.lead is None and fits >= 4 and cost + one_more <= self._pooled.savings:
             probe, cost = replace(probe, lead=1), cost + one_more
         hopeless = self._hopeless()
         if hopeless:
-            cost = max(cost, plain + costs.overhead)
+            cost = max(cost, self._plain_seconds())
         if not (may_lead or probe.gamma):
             return None  # nothing would be drafted
         if cost > self._pooled.savings:
@@ -320,8 +332,12 @@ class GammaController:
         """Whether drafting would not pay if all that is drafted were accepted."""
         speed = 1.0 / self.acceptance.pace
         rates = tokens_per_second(self._leads, self._gammas, self.costs, token=1.0, head=1.0, speed=speed)
-        plain = self.costs.target_seconds(1, alone=True) + self.costs.overhead
-        return float(rates[self._allowed].max()) * plain < self._RETURN * (1.0 + self._policy.contention)
+        needed = self._RETURN * (1.0 + self._policy.contention)
+        return float(rates[self._allowed].max()) * self._plain_seconds() < needed
+
+    def _plain_seconds(self) -> float:
+        """Of a step of plain decoding."""
+        return self.costs.target_seconds(1, alone=True) + self.costs.overhead(drafting=False)
 
     def _lead_cost(self, lead: int, *, alone: bool) -> float:
         """Seconds a lead adds to a pass when none of it is accepted."""

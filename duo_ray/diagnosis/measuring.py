@@ -86,9 +86,9 @@ class Observed:
 
     @property
     def overhead_share(self) -> float:
-        """The round overhead as a share of T_target(1)."""
+        """The round overhead of a step that drafts, as a share of T_target(1)."""
         costs = Costs.from_dict(self.costs)
-        return costs.overhead / costs.target_seconds(1)
+        return costs.overhead(drafting=True) / costs.target_seconds(1)
 
 
 def observe(

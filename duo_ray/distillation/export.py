@@ -138,7 +138,7 @@ def _speedup(costs: Costs, draft: Mapping[int, float], greedy: float, answers: S
     target, faster = (
         Curve({width: costs.target_seconds(width, alone=each) for width in _WIDTHS}) for each in (False, True)
     )
-    hardware = Hardware(target, Curve(dict(draft)), alone=faster, overhead=costs.overhead)
+    hardware = Hardware(target, Curve(dict(draft)), alone=faster, overhead=costs.overhead(drafting=False), overhead_drafting=costs.overhead(drafting=True))
     prompt, length = (max(1, round(np.mean([len(part) for part in parts]))) for parts in (
         [each.prompt for each in answers], [each.answer for each in answers]
     ))  # fmt: skip

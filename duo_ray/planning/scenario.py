@@ -53,6 +53,8 @@ class Hardware:
     """The same while no draft works, where the target has more cores then; None: no difference."""
     overhead: float = 0.002
     """Seconds of a step that are neither model's work."""
+    overhead_drafting: float | None = None
+    """The same of a step that drafts; None: no more."""
     draft_prompt: float | None = None
     """Seconds per prompt token the draft reads; None: an eighth of T_draft(1), beyond the widest decode known."""
     jitter: float = 0.05
@@ -82,9 +84,12 @@ class Hardware:
                 for each in (stored["target"], stored["draft"], stored.get("alone", {}))
             )
             overhead = float(stored["overhead"])
+            drafting = float(stored.get("overhead_drafting", overhead))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidScenario(f"no measured times of target and draft ({error!r})") from None
         known: dict[str, Any] = {"target": Curve(target), "draft": Curve(draft, growth=0.3), "overhead": overhead}
+        if "overhead" not in others:
+            known["overhead_drafting"] = drafting
         if alone and "target" not in others:
             known["alone"] = Curve(alone)
         return cls(**(known | others))

@@ -157,11 +157,17 @@ class _World:
     @property
     def alone(self) -> Curve | None:
         """Times of a target pass that begins now, if no draft works beside it and that makes a difference."""
-        return None if any(draft.busy for draft in self._drafts) else self.hardware.alone
+        return None if self.drafting else self.hardware.alone
 
-    async def delivery(self) -> None:
-        """What an answer takes to arrive."""
-        await asyncio.sleep(self.noisy(self.hardware.overhead))
+    @property
+    def drafting(self) -> bool:
+        """Whether a draft is at work."""
+        return any(draft.busy for draft in self._drafts)
+
+    async def delivery(self, *, drafting: bool) -> None:
+        """What an answer takes to arrive, in a step in which a draft works or has worked, or in another one."""
+        plain, more = self.hardware.overhead, self.hardware.overhead_drafting
+        await asyncio.sleep(self.noisy(plain if more is None or not drafting else more))
 
     async def serve(self, traffic: Traffic) -> None:
         """All requests of the traffic."""
@@ -254,8 +260,9 @@ class _Target:
         accepted = next((i for i, token in enumerate(block) if token != 0), len(block)) if whole else 0
         self._holds[request_id] = length + accepted if whole else held + width
         verdict = Verdict(request_id, accepted, 0 if whole else None)
+        drafting = bool(block) or self._world.drafting
         judgement = await self._batcher.submit(_Pass(width, verdict, prefill=missing > len(block) + 1))
-        await self._world.delivery()
+        await self._world.delivery(drafting=drafting)
         return judgement
 
     async def returned(self) -> None:
@@ -300,7 +307,7 @@ class _Draft:
         if request_id not in self._writers:
             self._writers[request_id] = Writer(self._world.text, [self._world.seed, 2, int(request_id)])
         block = await self._batcher.submit((job, self._writers[request_id].write(job)))
-        await self._world.delivery()
+        await self._world.delivery(drafting=True)
         return block, None
 
     def release(self, request_id: str) -> None:

@@ -32,6 +32,8 @@ class World:
     width_cost: float = 0.3
     """What one more sequence adds to a draft decode, as a share of a single one."""
     overhead: float = 0.0
+    extra: float = 0.0
+    """What a step that drafts has more of that."""
     noise: float = 0.0
     """Standard deviation of measured log-seconds."""
     pauses: float = 0.0
@@ -77,15 +79,16 @@ class World:
         return decodes * self.draft(gamma / decodes)
 
 
-def calibrated(world: World) -> Costs:
-    """Costs that were measured once."""
+def calibrated(world: World, *, overheads: bool = True) -> Costs:
+    """Costs that were measured once; `overheads`: those of steps, too."""
     costs = Costs()
     for tokens in (1, 8):
         costs.observe_target(tokens, world.target(tokens))
         if world.spread > 1.0:
             costs.observe_target(tokens, world.target_pass(tokens, alone=True), alone=True)
     costs.observe_draft(1, world.draft(1))
-    costs.observe_overhead(world.overhead)
+    for drafting in (False, True, False, True) if overheads else ():
+        costs.observe_overhead(world.overhead + world.extra * drafting, drafting=drafting)
     return costs
 
 
@@ -105,8 +108,9 @@ def rate(world: World, plan: Plan) -> float:
     drafting = world.block_seconds(gamma)
     bet = world.bet if gamma else 0.0
     empty_pass = world.target_pass(len(lead), alone=gamma == 0)
-    empty_seconds = plan.lead * world.draft(1) + max(empty_pass, drafting) + world.overhead
-    hand_seconds = max(world.target(len(tail)), drafting) + world.overhead
+    overhead = world.overhead + (world.extra if plan.lead or gamma else 0.0)
+    empty_seconds = plan.lead * world.draft(1) + max(empty_pass, drafting) + overhead
+    hand_seconds = max(world.target(len(tail)), drafting) + overhead
     into, stay = lead[-1] * bet, tail[-1] * bet
     # Time spent in each state: leaving EMPTY balances leaving HAND.
     empty, hand = (0.0, 1.0) if stay == 1.0 else (1.0 - stay, into)
@@ -156,7 +160,8 @@ class Loop:
         self._hand = world.tail(gamma) if bet_won else None
         target = world.target_pass(proposed + 1, alone=gamma == 0)
         seconds = max(target, world.block_seconds(gamma)) + lead * world.draft(1) + world.overhead
-        seconds *= world.contention if gamma or lead else 1.0
+        if gamma or lead:
+            seconds = world.contention * (seconds + world.extra)
         committed = sum(world.survival(proposed))
         return Step(plan, committed, seconds, proposed, accepted, bet_won, proposed + 1)
 
@@ -176,7 +181,9 @@ class Loop:
             decodes = world.tail(gamma) + 1
             for _ in range(decodes):
                 costs.observe_draft(round(gamma / decodes), self._measured(world.draft(round(gamma / decodes))))
-        costs.observe_overhead(self._measured(world.overhead) if world.overhead else 0.0)
+        drafting = bool(gamma or step.plan.lead)
+        overhead = world.overhead + (world.extra if drafting else 0.0)
+        costs.observe_overhead(self._measured(overhead) if overhead else 0.0, drafting=drafting)
 
     def run(self, controller: GammaController, costs: Costs, steps: int) -> Iterator[Step]:
         for _ in range(steps):
@@ -252,11 +259,14 @@ class Crowd:
         slower = world.contention if drafting or busy else 1.0
         alone = not (drafting or busy)
         target = world.target_pass(rows, alone=alone)
-        seconds = lead_seconds + slower * max(target, drafting if waited else 0.0) + world.overhead
+        at_work = drafting > 0.0 or leading > 0
+        overhead = world.overhead + (world.extra if at_work else 0.0)
+        seconds = lead_seconds + slower * max(target, drafting if waited else 0.0) + overhead
         self._elapsed = seconds
         self._reading = max(0.0, max(self._reading, drafting) - seconds / slower)
         for member, plan in zip(members, plans, strict=True):
             member.behind -= plan.read
+        self.costs.observe_overhead(overhead, drafting=at_work)
         committed = [m.step(lead, block, self._random) for m, lead, block in zip(members, leads, blocks, strict=True)]
         self.costs.observe_target(rows, self._measured(target), alone=alone and world.spread > 1.0)
         for width in widths:

@@ -89,7 +89,7 @@ def test_both_kinds_of_passes_have_a_curve_of_their_own_and_survive_json() -> No
         for tokens, seconds in ((1, 0.08), (8, 0.16)):
             costs.observe_target(tokens, seconds)
             costs.observe_target(tokens, seconds / 1.9, alone=True)
-    costs.observe_overhead(0.0)
+    costs.observe_overhead(0.0, drafting=True)
     again = Costs.from_dict(json.loads(json.dumps(costs.as_dict())))
     for each in (costs, costs.frozen(), costs.other_draft(), again):
         for tokens, seconds in ((1, 0.08), (8, 0.16)):
@@ -136,8 +136,27 @@ def test_a_target_that_lost_its_further_cores_is_estimated_as_before() -> None:
 def test_overhead_is_the_median_of_late() -> None:
     costs = Costs()
     for seconds in (0.002, 0.003, 9.0, -0.1, 0.004, math.nan):
-        costs.observe_overhead(seconds)
-    assert costs.overhead == 0.003
+        costs.observe_overhead(seconds, drafting=True)
+    assert costs.overhead(drafting=True) == costs.overhead(drafting=False) == 0.003
+
+
+def test_a_step_that_drafts_has_an_overhead_of_its_own() -> None:
+    costs = Costs()
+    for drafting in (False, True) * 10:
+        costs.observe_overhead(0.003 if drafting else 0.001, drafting=drafting)
+    again = Costs.from_dict(json.loads(json.dumps(costs.as_dict())))
+    for each in (costs, costs.frozen(), costs.other_draft(), again):
+        assert [each.overhead(drafting=drafting) for drafting in (False, True)] == pytest.approx([0.001, 0.003])
+
+
+@pytest.mark.parametrize("drafting", [True, False])
+def test_steps_of_one_kind_tell_of_the_machine_what_the_other_kind_has_not_seen_yet(drafting: bool) -> None:
+    costs = Costs()
+    for each in (False, True) * 10:
+        costs.observe_overhead(0.003 if each else 0.001, drafting=each)
+    for _ in range(20):  # a busy hour
+        costs.observe_overhead(0.043 if drafting else 0.041, drafting=drafting)
+    assert costs.overhead(drafting=not drafting) == pytest.approx(0.041 if drafting else 0.043)
 
 
 def test_costs_of_another_draft_share_what_is_known_of_the_target() -> None:
@@ -145,11 +164,11 @@ def test_costs_of_another_draft_share_what_is_known_of_the_target() -> None:
     other = costs.other_draft()
     costs.observe_target(1, 0.1)
     other.observe_target(8, 0.12)
-    other.observe_overhead(0.003)
+    other.observe_overhead(0.003, drafting=True)
     for each, seconds in ((costs, 0.02), (other, 0.01)):
         each.observe_draft(1, seconds)
     assert costs.target_seconds(8) == other.target_seconds(8) == pytest.approx(0.12, rel=0.05)
-    assert costs.overhead == other.overhead == 0.003
+    assert costs.overhead(drafting=True) == other.overhead(drafting=True) == 0.003
     assert (costs.draft_seconds(1), other.draft_seconds(1)) == pytest.approx((0.02, 0.01))
 
 
@@ -160,7 +179,7 @@ def test_frozen_costs_ignore_observations_and_leave_the_original_alone() -> None
     for each in (frozen, costs):
         each.observe_target(1, 1.3)
         each.observe_draft(1, 0.2)
-        each.observe_overhead(0.5)
+        each.observe_overhead(0.5, drafting=False)
     assert frozen.as_dict() == before
     assert costs.as_dict() != before
 
@@ -172,9 +191,9 @@ def test_a_calibration_survives_json() -> None:
             costs.observe_target(tokens, seconds)
         for width, seconds in ((1, 0.025), (4, 0.055)):
             costs.observe_draft(width, seconds)
-        costs.observe_overhead(0.003)
+        costs.observe_overhead(0.003, drafting=True)
     again = Costs.from_dict(json.loads(json.dumps(costs.as_dict())))
-    assert again.overhead == costs.overhead
+    assert again.overhead(drafting=True) == costs.overhead(drafting=True)
     for n in (1, 8, 32):
         assert again.target_seconds(n) == pytest.approx(costs.target_seconds(n), rel=0.05)
     for width in (1, 4):

@@ -76,7 +76,7 @@ def test_tokens_per_second_is_the_exact_rate_of_the_chain(token: float, head: fl
         for _ in range(20):
             costs.observe_target(tokens, world.target(tokens))
     costs.observe_draft(1, world.draft(1))
-    costs.observe_overhead(world.overhead)
+    costs.observe_overhead(world.overhead, drafting=True)
     leads, gammas = np.array([0.0, 2.0, 5.0]), np.array([0.0, 2.0, 8.0])
     table = tokens_per_second(leads, gammas, costs, token=token, head=head)
     exact = [[rate(world, Plan(int(n), int(g), g > 0, "")) for g in gammas] for n in leads]
@@ -133,6 +133,20 @@ def test_a_useless_draft_costs_under_3_percent_of_a_run(ratio: float, token: flo
     for seed in range(3):
         loop, controller, costs = start(world, seed)
         assert earned(list(loop.run(controller, costs, 150))) >= 0.97 * plain_rate(world)
+
+
+@pytest.mark.parametrize("ratio", [1.2, 2.0, 7.0])
+@pytest.mark.parametrize("token", [0.15, 0.3, 0.5, 0.65])
+def test_what_drafting_adds_to_the_overhead_is_found_out_and_counts(ratio: float, token: float) -> None:
+    world = World(ratio=ratio, token=token, noise=0.05, overhead=0.1, extra=0.2)
+    runs = []
+    for seed in range(3):
+        costs = calibrated(world, overheads=False)
+        loop, controller = Loop(world, seed), GammaController(Policy(), costs, Acceptance())
+        runs.append(list(loop.run(controller, costs, 150)))
+    assert earned([*itertools.chain(*runs)]) >= 0.97 * plain_rate(world)
+    late = [step for steps in runs for step in steps[40:]]
+    assert share_of_best(late, world, rate(world, best_plan(world))) >= 0.95
 
 
 # --- a target that has the drafts' cores, too, while no draft works
