@@ -21,6 +21,7 @@ from benchmarks.measured import Turn, cpu_seconds, peak_memory
 from duo_ray.actors.coordinator import Coordinator, PipelineInfo
 from duo_ray.actors.draft import DraftActor
 from duo_ray.actors.launch import new_request_id
+from duo_ray.actors.node import node_id
 from duo_ray.actors.target import TargetActor
 from duo_ray.config import Config
 from duo_ray.session import Duo
@@ -78,11 +79,12 @@ class Engine:
         settings, pipeline = self.duo.prepared.settings, self.duo.pipeline
         target, drafts = pipeline.target, list(pipeline.drafts) if variant.draft else []
         cores = tuple(sorted({*settings.target.cores, *(core for draft in settings.drafts for core in draft.cores)}))
+        here = node_id()  # whose core numbers these are; actors elsewhere would not pin themselves
         if variant.place == "all-cores":
-            target = self._actor(TargetActor, replace(settings.target, cores=cores, threads=len(cores)))
+            target = self._actor(TargetActor, replace(settings.target, node=here, cores=cores, threads=len(cores)))
         elif variant.place == "shared":
-            on_target = replace(settings.drafts[0], cores=settings.target.cores, threads=len(settings.target.cores))
-            drafts = [self._actor(DraftActor, on_target)]
+            own = settings.target.cores
+            drafts = [self._actor(DraftActor, replace(settings.drafts[0], node=here, cores=own, threads=len(own)))]
         loop = replace(settings.coordinator, policy=replace(settings.coordinator.policy, **variant.policy))
         coordinator = self._actor(Coordinator, loop, target, drafts, max_concurrency=100)
         info: PipelineInfo = ray.get(coordinator.start.remote())

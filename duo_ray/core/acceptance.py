@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from duo_ray.core.probing import Purse
+
 _CALIBRATION_RATE = 0.15
 
 
@@ -60,7 +62,7 @@ def _divergence(p: float, q: float) -> float:
 class Acceptance:
     """Running chances that drafting succeeds: of one request, or of all requests of a pipeline as their prior."""
 
-    __slots__ = ("_head", "_pace_rate", "_token", "pace", "savings", "sharpness")
+    __slots__ = ("_head", "_pace_rate", "_token", "pace", "purse", "sharpness")
 
     _POOL_RATE, _REQUEST_RATE = 0.03, 0.15
     """How much one more block says about the pace."""
@@ -73,8 +75,8 @@ class Acceptance:
         self.pace = 1.0
         """How many times as long a drafted token takes as the draft's costs say; see `DraftBlock`."""
         self._pace_rate = self._POOL_RATE
-        self.savings = 0.0
-        """Seconds that requests which decode plainly have saved up for probes; of the pool, not of one request."""
+        self.purse = Purse()
+        """What requests have saved up for probes; that of the pool, not of one request."""
 
     @property
     def token(self) -> float:

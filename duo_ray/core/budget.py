@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from duo_ray.core.costs import Array, Costs
 from duo_ray.core.gamma import PROBE, GammaController, Plan, Policy, choices
+from duo_ray.core.probing import Probing, Purse
 from duo_ray.core.slowdown import Slowdown
 
 _FINE = 8
@@ -79,7 +80,6 @@ class SharedBudget:
     _SWITCH = 1.02
     _PROBE_SHARE = 0.01
     _SAVED_ROUNDS = 4.0
-    _RESTS = 8
     _FREE_GAP, _LONGEST_GAP = 4, 256
     """Rounds between probes that fit beside a pass, for each request: the more there are the less is to be won."""
     _TURN = 12
@@ -97,16 +97,14 @@ class SharedBudget:
         self._leads, self._gammas = leads[few_leads], gammas[few_gammas]
         self._allowed = allowed[np.ix_(few_leads, few_gammas)]
         self._choice: tuple[float, Plan] | None = None
-        self._plain = False
+        self._plain, self._why_plain = False, ""
         self._idle: WeakKeyDictionary[GammaController, int] = WeakKeyDictionary()
         """For how many rounds each request has not drafted."""
         self._turns: WeakKeyDictionary[GammaController, int] = WeakKeyDictionary()
         """For how many rounds each of those whose turn it is has drafted."""
-        self._savings = 0.0
-        self._gap = self._wait = 1
-        self._resting, self._rested = 0, (0, 0)
-        """For how many rounds of so many seats and rows there is nothing to decide, unless a probe can be paid."""
-        self._price, self._why_plain = 0.0, ""
+        self._probing = Probing(Purse())
+        self._planned = 0, 0
+        """Seats and rows of the round that was planned last."""
         self._slowdown = Slowdown(self._CONTENTION)
         self._expected: tuple[bool, float] | None = None
         """Whether the round before drafted, and how long it should have taken."""
@@ -149,14 +147,14 @@ class SharedBudget:
         """A plan for each of these seats, whose drafts are free."""
         if not self._allowed.any():
             return [Plan(0, 0, False, "plain: the configuration leaves nothing to draft")] * len(seats)
-        unpaid = self._savings < self._price
-        if self._plain and self._resting and unpaid and self._rested == (len(seats), rows):
-            self._resting -= 1
-            self._save(rows)
+        plain, crowd = self.costs.target_seconds(rows, alone=True), (len(seats), rows)
+        self._probing.purse.save(self._PROBE_SHARE * plain, most=self._SAVED_ROUNDS * plain)
+        if self._plain and self._planned == crowd and self._probing.rests():
             return [Plan(0, 0, False, self._why_plain)] * len(seats)
+        self._planned = crowd
         drafting, shared, gain = self._best(seats, rows, drafts)
         if drafting:
-            self._gap = self._wait = 1
+            self._probing.restart()
             plans = self._turn(seats, drafting, shared, rows)
         else:
             self._why_plain = f"plain: drafting {gain:.2f}x of plain decoding, {rows} requests"
@@ -278,12 +276,6 @@ class SharedBudget:
         rounds = self.costs.draft_seconds(max(1, behind)) / self.costs.target_seconds(rows)
         return rounds * self._slowdown.extra / (2 * self._TURN)
 
-    def _save(self, rows: int) -> None:
-        """A round went by without a draft."""
-        plain = self.costs.target_seconds(rows, alone=True)
-        self._savings = min(self._savings + self._PROBE_SHARE * plain, self._SAVED_ROUNDS * plain)
-        self._wait -= 1
-
     def _hopeless(self, seats: Sequence[Seat], rows: int, drafts: int) -> bool:
         """Whether drafting would not pay if all that is drafted were accepted."""
         right = [Chances(1.0, 1.0, pace=seat.controller.acceptance.pace) for seat in seats]
@@ -300,8 +292,7 @@ class SharedBudget:
         """
         costs = self.costs
         second, plain = costs.target_seconds(rows), costs.target_seconds(rows, alone=True)
-        self._save(rows)
-        if self._wait > 0:
+        if not self._probing.due():
             return None
         size = max(2, self._policy.gamma_min)
         drafting = draft_call_seconds(costs, [(size, behind)], 1)
@@ -313,18 +304,13 @@ class SharedBudget:
         else:
             plan = Plan(0, size, True, PROBE)
             cost += costs.target_seconds(rows + size - 1) - plain
-        if cost > self._savings:
-            return None
-        if self._hopeless(seats, rows, drafts):
+        # Whether there is hope takes time to tell, so only where the probe could be paid.
+        hopeless = cost <= self._probing.purse.seconds and self._hopeless(seats, rows, drafts)
+        if hopeless:
             cost = max(cost, 0.99 * self._SAVED_ROUNDS * plain)
-            if cost > self._savings:
-                self._resting, self._rested, self._price = self._RESTS, (len(seats), rows), cost
-                return None
-        self._savings -= cost
         free = max(second, size * costs.draft_seconds(1)) <= plain
-        self._gap = min(2 * self._gap, self._FREE_GAP * rows if free else self._LONGEST_GAP)
-        self._wait = self._gap
-        return plan
+        gap = self._FREE_GAP * rows if free else self._LONGEST_GAP
+        return plan if self._probing.pay(cost, longest_gap=gap, may_rest=hopeless) else None
 
 
 def draft_call_seconds(costs: Costs, blocks: Sequence[tuple[int, int]], drafts: int) -> float:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from duo_ray.core.acceptance import Acceptance
 from duo_ray.core.costs import LARGEST, Array, Costs
+from duo_ray.core.probing import Probing
 
 PROBE = "probe"
 """The reason of a plan that drafts only to keep the estimates alive while a request decodes plainly."""
@@ -153,7 +154,6 @@ class GammaController:
     _PROBE_SHARE, _COSTLY_PROBE_SHARE = 0.02, 0.01
     _SAVED_STEPS = 2.0
     _FREE_GAP, _LONGEST_GAP = 6, 256
-    _RESTS = 8
     _DOUBTFUL, _COMPARED = 1.3, 4
     """A gain below which the overheads of both kinds of steps have to be known, and how many steps draft until then
     before a plain one."""
@@ -168,13 +168,10 @@ class GammaController:
         self.share = 1.0
         """How much of a block's budget its best sequence has been getting."""
         self._reading = 1.0
-        self._plain = False
-        self._gap = self._wait = 1
+        self._plain, self._why_plain = False, ""
+        self._probing = Probing(acceptance.purse)
         self._drafted = 0
         """Steps since the last one that was plain to be compared."""
-        self._resting = 0
-        """For how many steps there is nothing to decide, unless a probe can be paid: planning takes time, too."""
-        self._price, self._why_plain = 0.0, ""
 
     def plan(self, *, may_lead: bool = True) -> Plan:
         """For the coming step; `may_lead`: a lead would be drafted before it, if the plan has one."""
@@ -185,16 +182,14 @@ class GammaController:
         second, share = self._plain_seconds(), self._PROBE_SHARE
         if costs.target_seconds(1) > plain:  # no probe is free, and all that is saved up will be spent
             share = self._COSTLY_PROBE_SHARE
-        self._pooled.savings = min(self._pooled.savings + share * second, self._SAVED_STEPS * second)
-        if self._plain and self._resting and self._pooled.savings < self._price:
-            self._resting -= 1
-            self._wait -= 1
+        self._pooled.purse.save(share * second, most=self._SAVED_STEPS * second)
+        if self._plain and self._probing.rests():
             return Plan(0, 0, False, self._why_plain)
         lead, gamma = self._best()
         gain = self._gain(lead, gamma)
         self._plain = self._policy.fallback and gain < (self._RETURN if self._plain else self._LEAVE)
         if not self._plain:
-            self._gap = self._wait = 1
+            self._probing.restart()
             self._drafted += 1
             if self._policy.fallback and gain < self._DOUBTFUL and self._drafted > self._COMPARED:
                 self._drafted = 0
@@ -251,7 +246,7 @@ class GammaController:
         if gamma > 0 and best_tail is not None:
             self.share += 0.2 * (min(1.0, (best_tail + 1) / gamma) - self.share)
         if self._plain and bet_won:
-            self._gap = self._wait = 1  # good news: look again at once
+            self._probing.restart()  # good news: look again at once
 
     def _best(self) -> tuple[int, int]:
         """(lead, gamma) with the highest rate; the one before stays while it is within 1% of that."""
@@ -287,8 +282,7 @@ class GammaController:
         a draft that is always right would not pay, there is only its speed to be learned, at the price of a step.
         """
         costs, policy = self.costs, self._policy
-        self._wait -= 1
-        if self._wait > 0:
+        if not self._probing.due():
             return None
         second, plain, token = costs.target_seconds(1), costs.target_seconds(1, alone=True), self._draft_seconds(1)
         fits = int(second / token) - 1  # one decode less: the draft has to catch up with the context
@@ -312,21 +306,15 @@ class GammaController:
             probe = Plan(lead, gamma, gamma > 0, PROBE)
             usual = second if gamma else plain
             cost = max(0.0, 1.0 - gain) * (usual + self._lead_cost(lead, alone=gamma == 0) + overhead)
-        elif probe.overlap and policy.lead is None and fits >= 4 and cost + one_more <= self._pooled.savings:
+        elif probe.overlap and policy.lead is None and fits >= 4 and cost + one_more <= self._pooled.purse.seconds:
             probe, cost = replace(probe, lead=1), cost + one_more
         hopeless = self._hopeless()
         if hopeless:
             cost = max(cost, self._plain_seconds())
         if not (may_lead or probe.gamma):
             return None  # nothing would be drafted
-        if cost > self._pooled.savings:
-            self._resting, self._price = self._RESTS if hopeless else 0, cost
-            return None
-        self._resting = 0
-        self._pooled.savings -= cost
-        self._gap = min(2 * self._gap, self._FREE_GAP if max(second, size * token) <= plain else self._LONGEST_GAP)
-        self._wait = self._gap
-        return probe
+        gap = self._FREE_GAP if max(second, size * token) <= plain else self._LONGEST_GAP
+        return probe if self._probing.pay(cost, longest_gap=gap, may_rest=hopeless) else None
 
     def _hopeless(self) -> bool:
         """Whether drafting would not pay if all that is drafted were accepted."""

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from duo_ray.core.gamma import Plan, Policy
-from duo_ray.planning import Curve, Hardware, Text, Traffic, simulate
+from duo_ray.planning import Curve, Hardware, Text, Traffic, simulate, simulation
 from duo_ray.planning.scenario import InvalidScenario
 from duo_ray.planning.virtual_time import VirtualTime
 from tests.core.loop_simulation import World, rate
@@ -50,6 +50,32 @@ def test_a_target_that_has_all_cores_while_no_draft_works_is_as_fast_as_that_wit
     assert alone.seconds == pytest.approx(50 * 0.04)
     useless = simulate(machine, Text(acceptance=0.02, answer_tokens=300), traffic=Traffic(2))
     assert useless.decode_speed >= 0.97 / 0.04
+
+
+def test_a_target_has_all_cores_only_in_passes_beside_which_no_draft_of_any_request_works(monkeypatch):
+    passes, calls = [], []
+
+    class Target(simulation._Target):
+        async def _call(self, asked):
+            began, alone = simulation.now(), self._world.alone is not None
+            answers = await super()._call(asked)
+            passes.append((began, simulation.now(), alone))
+            return answers
+
+    class Draft(simulation._Draft):
+        async def _call(self, asked):
+            began = simulation.now()
+            answers = await super()._call(asked)
+            calls.append((began, simulation.now()))
+            return answers
+
+    monkeypatch.setattr(simulation, "_Target", Target)
+    monkeypatch.setattr(simulation, "_Draft", Draft)
+    machine = hardware(ratio=5.0, alone=Curve({1: 0.065}, growth=0.015))
+    simulate(machine, Text(acceptance=0.3, prompt_tokens=16, answer_tokens=60), traffic=Traffic(8, concurrency=4))
+    alone = [(began, ended) for began, ended, had_all in passes if had_all]
+    assert len(alone) >= 5
+    assert not [(one, other) for one in alone for other in calls if other[0] < one[1] and other[1] > one[0]]
 
 
 def test_a_prompt_is_read_in_chunks():
