@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,10 @@ import ray
 from ray import WorkerID
 from ray._private.state import state as cluster_state
 from ray.core.generated.gcs_pb2 import WorkerTableData
+
+from duo_ray.types import InvalidRequest
+
+logger = logging.getLogger("ray.serve")
 
 Caller = tuple[str, str]
 """Ids of a process of the cluster (of Ray's "worker", which a driver is, too) and of its node."""
@@ -38,7 +43,13 @@ class Callers:
 
     @contextmanager
     def waiting(self, request_id: str, caller: Caller) -> Iterator[None]:
-        """Within this block `caller` waits for the request's answer."""
+        """Within this block `caller` waits for the request's answer.
+
+        Raises:
+            InvalidRequest: somebody waits for one of this id already.
+        """
+        if request_id in self._callers:
+            raise InvalidRequest(f"request id {request_id} is in use")
         self._callers[request_id] = caller
         if self._watch is None or self._watch.done():
             self._watch = asyncio.get_running_loop().create_task(self._look())
@@ -49,9 +60,12 @@ class Callers:
 
     async def _look(self) -> None:
         while self._callers:
-            dead = await asyncio.to_thread(self._dead, set(self._callers.values()))
-            for request_id in [each for each, caller in self._callers.items() if caller in dead]:
-                await self._end(request_id)
+            try:
+                dead = await asyncio.to_thread(self._dead, set(self._callers.values()))
+                for request_id in [each for each, caller in self._callers.items() if caller in dead]:
+                    await self._end(request_id)
+            except Exception:  # Ray's head may be on its way back; the next look tells
+                logger.warning("who waits for answers cannot be told now", exc_info=True)
             await asyncio.sleep(PERIOD_S)
 
 

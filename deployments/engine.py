@@ -12,13 +12,15 @@ from duo_ray.types import Delta, Finished, Request
 
 
 class Engine(Protocol):
-    """One pipeline that answers requests. Attributes do not change while it runs."""
+    """One pipeline that answers requests. Of its attributes only `last_token` changes while it runs."""
 
     config: Config
     tokenizer: Tokenizer
     """The target's."""
     max_context: int
     """Tokens of prompt and answer one request may hold."""
+    last_token: float
+    """When it last gave anybody a token, by `time.monotonic`; 0 before the first."""
     model_name: str
     """What `/v1/models` lists and requests name."""
 

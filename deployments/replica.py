@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import asdict
 from typing import Any
@@ -52,6 +53,7 @@ class Replica:
         self._meter = Meter(model=self.model_name, replica=context.replica_id.unique_id)
         self._replicas = serve.get_deployment_handle(context.deployment, context.app_name)
         self._streams = 0
+        self.last_token = 0.0
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this once, before the replica counts as ready."""
@@ -97,6 +99,7 @@ class Replica:
             with contextlib.nullcontext() if caller is None else self._callers.waiting(request.request_id, caller):
                 async with contextlib.aclosing(self._coordinator.generate(request)) as items:
                     async for item in items:
+                        self.last_token = time.monotonic()
                         yield item
         except RayError as error:
             raise plain_error(error) from error

@@ -213,7 +213,7 @@ class Reply(ABC):
         cached = sum(_cached(end) for end in ends)
         prompt_n = sum(end.prompt_tokens for end in ends) - cached
         predicted_n = sum(end.completion_tokens for end in ends)
-        prompt_ms = max(_figure(end, "ttft_ms") for end in ends)
+        prompt_ms = max(_figure(end, "ttft_ms") - _figure(end, "queued_ms") for end in ends)
         predicted_ms = max(_figure(end, "decode_ms") for end in ends)
         return {
             "cache_n": cached,

@@ -13,12 +13,13 @@ from starlette.types import Receive
 
 from deployments.engine import Engine
 from deployments.errors import ApiError, as_api_error
-from duo_ray.types import Delta, DuoRayError, Finished, Request, SamplingParams
+from duo_ray.types import Delta, DuoRayError, Finished, Overloaded, Request, SamplingParams
 
 T = TypeVar("T")
 
 PULSE_S = 5.0
 """For how long a token proves that more can be generated."""
+_LOOK_S = 0.1
 PROBE_LIMIT_S = 20.0
 """How long the one-token request of a health check may take."""
 
@@ -30,7 +31,6 @@ class Runner:
         """`timeout_s` is the time limit of one HTTP request."""
         self._engine = engine
         self._timeout_s = timeout_s
-        self._last_token = -PULSE_S
         self._last_failure: tuple[float, str] | None = None
         self._probing = asyncio.Lock()
 
@@ -65,7 +65,6 @@ class Runner:
         try:
             finished = False
             async for item in self._engine.stream(request):
-                self._last_token = time.monotonic()
                 finished = isinstance(item, Finished)
                 items.put_nowait((index, item))
             if not finished:
@@ -96,12 +95,32 @@ class Runner:
             async with self._probing:
                 if self._last_failure is not None and time.monotonic() - self._last_failure[0] < PULSE_S:
                     raise DuoRayError(self._last_failure[1])
-                if time.monotonic() - self._last_token >= PULSE_S:
+                if not self._engine.last_token or time.monotonic() - self._engine.last_token >= PULSE_S:
                     await self._probe()
         except DuoRayError as error:
             raise ApiError(503, str(error), code="unhealthy") from None
 
     async def _probe(self) -> None:
+        """Ask for a token, and be content with one that anybody gets: the probe may have to wait for its turn."""
+        began, probing = time.monotonic(), asyncio.create_task(self._ask())
+        try:
+            async with asyncio.timeout(PROBE_LIMIT_S):
+                while self._engine.last_token < began:
+                    await asyncio.wait([probing], timeout=_LOOK_S)
+                    if probing.done() and not isinstance(probing.exception(), Overloaded):
+                        probing.result()
+                        break
+                    if probing.done():
+                        await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            self._fail(f"no token could be generated within {PROBE_LIMIT_S:g} s")
+        except Exception as error:
+            self._fail(f"no token could be generated: {as_api_error(error).detail}")
+        finally:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+
+    async def _ask(self) -> None:
         request = Request(
             request_id=f"health-{secrets.token_hex(12)}",
             prompt=tuple(self._engine.tokenizer.encode_part("a")),
@@ -109,14 +128,8 @@ class Runner:
             max_tokens=1,
             draft=False,
         )
-        try:
-            async with asyncio.timeout(PROBE_LIMIT_S):
-                async for _ in self._engine.stream(request):
-                    self._last_token = time.monotonic()
-        except TimeoutError:
-            self._fail(f"no token could be generated within {PROBE_LIMIT_S:g} s")
-        except Exception as error:
-            self._fail(f"no token could be generated: {as_api_error(error).detail}")
+        async for _ in self._engine.stream(request):
+            pass
 
     def _fail(self, reason: str) -> None:
         self._last_failure = time.monotonic(), reason

@@ -120,7 +120,9 @@ def _text(engine: Engine, prompt: str | list[int]) -> str:
 
 
 def _check_count(engine: Engine, n: int, prompts: int) -> None:
-    most = engine.config.serving.limits.n
+    serving = engine.config.serving
+    # More than slots and queue hold would be refused for ever, however idle the server.
+    most = min(serving.limits.n, engine.config.models.target.slots + serving.queue)
     if n * prompts > most:
         asked = f"n={n}" if prompts == 1 else f"n={n} answers to {prompts} prompts"
         parameter = "n" if n > 1 else "prompt"

@@ -68,7 +68,8 @@ def prepared(config: Config) -> Any:
 @contextmanager
 def started(config: Any) -> Iterator[Any]:
     """A running pipeline of a `Config` or what is `prepared`, with a progress bar on standard error while it starts."""
-    from duo_ray.session import Duo  # noqa: PLC0415 - imports Ray
+    from duo_ray.actors.prepare import Prepared, prepare  # noqa: PLC0415 - imports Ray
+    from duo_ray.session import Duo  # noqa: PLC0415 - as above
 
     terminate = signal.getsignal(signal.SIGTERM)
     with _starting() as show:
@@ -77,7 +78,10 @@ def started(config: Any) -> Iterator[Any]:
             signal.signal(signal.SIGTERM, terminate)  # Ray puts its own handler there when it starts
             show(text, share)
 
-        duo = Duo(config, progress=progress)
+        ready = config if isinstance(config, Prepared) else prepare(config, progress=progress)
+        sizes = "; ".join(f"{name} {size}" for name, size in ready.memory.items())
+        errors.print(f"memory to be taken: {sizes}", style="dim", highlight=False, soft_wrap=True)
+        duo = Duo(ready, progress=progress)
     with duo:
         yield duo
 

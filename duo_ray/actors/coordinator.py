@@ -111,6 +111,8 @@ class Coordinator:
         self._draft_infos: list[DraftInfo] = [await handle.adapt.remote(tokenizer) for handle in self._draft_handles]
         # All drafts are loaded by now, and idle.
         own, alone = await self._target_handle.measure_alone.remote()
+        if own:
+            self._target_info = replace(self._target_info, timings=own)
         for match in dict.fromkeys(info.vocabulary for info in self._draft_infos):
             if match.strategy is not Strategy.SAME:
                 logger.info("%s", match.describe())
@@ -132,7 +134,7 @@ class Coordinator:
         for peer in (self._target, *self._drafts):
             await peer.connect()
         self._slots = asyncio.Semaphore(slots)
-        for tokens, seconds in own or self._target_info.timings:
+        for tokens, seconds in self._target_info.timings:
             self._costs.observe_target(tokens, seconds)
         for tokens, seconds in alone:
             self._costs.observe_target(tokens, seconds, alone=True)

@@ -149,6 +149,11 @@ class DraftActor:
             answers = self._models[quant].draft(jobs)
         return [block for block, _ in answers], tuple(probs for _, probs in answers)
 
+    def abandon(self, request_id: str) -> None:
+        """Read no further for this request in a call that the socket's thread is in; between nodes, do nothing."""
+        for draft in self._drafts.values():
+            draft.abandon(request_id)
+
     def release(self, request_id: str) -> None:
         with self._busy:
             for model in self._models.values():

@@ -70,6 +70,10 @@ class Drafter(Protocol[Probs_co]):
         """Ask this quantisation of it. Raises `DraftLost`, `UnknownPrefix`, or what the model raised."""
         ...
 
+    def abandon(self, request_id: str) -> None:
+        """Nobody waits any more for what it is reading for a request."""
+        ...
+
     def release(self, request_id: str) -> None:
         """Free what it holds of a request."""
         ...

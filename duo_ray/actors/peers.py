@@ -140,6 +140,11 @@ class DraftPeer(_Peer):
         """Whether it is at work, or about to be."""
         return self._batcher.busy
 
+    def abandon(self, request_id: str) -> None:
+        """See `actors.models.Drafter`. An actor call, which overtakes those that wait in the socket."""
+        if self.available:
+            self._handle.abandon.remote(request_id)
+
     async def draft(self, quant: str, job: DraftJob) -> Draft:
         """See `actors.models.Drafter`."""
         return await self._batcher.submit((quant, job))

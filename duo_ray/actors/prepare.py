@@ -24,6 +24,7 @@ from duo_ray.models.catalog import (
     TargetFiles,
     context_length,
     draft_quants,
+    gguf_target,
     quant_of,
     resolve_draft,
     resolve_gguf_target,
@@ -84,6 +85,8 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
         notes = [] if anywhere else check_machine(config, machine)
         plan = make_plan(config, machine)
         claims.take(chain(plan.target.cores, *(draft.cores for draft in plan.drafts)))
+    if not anywhere:
+        check_file(config, plan, machine)
     engine = choose_engine(config, plan, machine, notes, progress)
     resolve = resolve_target if engine == "transformers" else resolve_gguf_target
     files = resolve(config.models.target.model, progress=progress)
@@ -220,6 +223,22 @@ def as_many_as_fit(settings: PipelineSettings, machine: Machine, notes: list[str
 
 def _with_files(settings: PipelineSettings, files: Sequence[tuple[str, str]]) -> PipelineSettings:
     return replace(settings, drafts=tuple(replace(draft, files=tuple(files)) for draft in settings.drafts))
+
+
+def check_file(config: Config, plan: Plan, machine: Machine) -> None:
+    """Refuse a .gguf target that does not fit whatever runs it, by its header: before it is converted or timed.
+
+    Raises:
+        ConfigError: see `models.memory.check_memory`.
+    """
+    target = config.models.target
+    path = gguf_target(target.model)
+    if path is None or plan.device != "cpu":
+        return
+    least = gguf_memory(read_gguf(path), tokens=1, slots=1)
+    if target.engine == "transformers" and target.quantization == "none":
+        least = replace(least, weights=2 * least.parameters)
+    check_memory({"target": least}, machine.memory_available, "memory")
 
 
 def check_room(memory: Mapping[str, ModelMemory], settings: PipelineSettings, machine: Machine) -> None:

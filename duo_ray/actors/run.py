@@ -252,6 +252,8 @@ class Run(Generic[Probs]):
         self._target.release(request_id)
         if self._draft is not None:
             self._draft.requests -= 1
+            if self._pending is not None and not self.decoding.finished:
+                self._draft.abandon(request_id)  # a long prompt takes it seconds
             self._draft.release(request_id)
         if self._pending is not None:
             # The job may still run; its answer is of no use to anyone.

@@ -170,6 +170,8 @@ class Decoding(Generic[Probs]):
             return "draft is late"
         if not self.generation.token_ids and not self._prefetch:
             return "prefetch is off"
+        if len(self.generation.log) >= self._draft_context:
+            return f"the draft's context of {self._draft_context} tokens is full"
         return None
 
     @property

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
@@ -47,7 +48,7 @@ _HELD_OUT_EVERY = 10
 _MOST_HELD_OUT = 24
 _STOP_SECONDS = 0.5
 """So often a reader of other nodes' answers looks whether it is to stop."""
-_LEAST = 16
+LEAST = 16
 """Answers that are written however long they take."""
 
 Progress = Callable[[str, float | None], None]
@@ -157,7 +158,7 @@ def read_questions(
     """Read a JSONL file of prompts as `equivalence.read_prompts` does, and check every line. Repeated ones count once.
 
     Args:
-        context: tokens the target holds, prompt and answer.
+        context: tokens that target and student hold, prompt and answer.
 
     Raises:
         DistillationError: lines that cannot be used, by their numbers, or fewer than two prompts.
@@ -172,7 +173,7 @@ def read_questions(
             ids = build_request(config, tokenizer, prompt, raw=raw).prompt
             if len(ids) + max_tokens > context:
                 raise DistillationError(
-                    f"{len(ids)} tokens and {max_tokens} of the answer are more than the {context} the target holds"
+                    f"{len(ids)} tokens and {max_tokens} of the answer are more than the {context} that target and student hold"
                 )
         except DuoRayError as error:
             bad.append(f"line {number}: {error}")
@@ -210,7 +211,7 @@ def write_answers(
         free.put(duo)
 
     def write(sample: int, number: int, path: Path) -> int:
-        if stop.is_set() or (before + len(begun) >= _LEAST and until()):
+        if stop.is_set() or (before + len(begun) >= LEAST and until()):
             return 0
         begun.append(path)
         duo = free.get()
@@ -286,6 +287,21 @@ def _request(duo: Duo, questions: Questions, sample: int, number: int) -> Reques
     )  # fmt: skip
     # The seed only tells the samples apart; the schedule may go by live times.
     return replace(request, reproducible=False)
+
+
+def check_disk(questions: Questions, folder: Path) -> None:
+    """Refuse what the disk has no room for.
+
+    Raises:
+        DistillationError: the answers would take more than what is free.
+    """
+    tokens = questions.max_tokens * sum(not path.is_file() for _, _, path in questions.shards(folder))
+    free = shutil.disk_usage(folder).free
+    if tokens * _TOKEN_BYTES > free:
+        raise DistillationError(
+            f"{folder}: up to {tokens * _TOKEN_BYTES / 2**30:.1f} GiB of answers, {free / 2**30:.1f} GiB are free: ask "
+            "for fewer or shorter ones (--samples, --max-tokens), or write them elsewhere (--out)"
+        )
 
 
 def describe_work(duos: Sequence[Duo], questions: Questions, folder: Path) -> str:

@@ -14,13 +14,21 @@ from typing import Any
 from duo_ray.actors.prepare import prepare
 from duo_ray.actors.target import TargetSettings
 from duo_ray.config import Config
-from duo_ray.distillation.data import Progress, Questions, describe_work, read_questions, write_answers
+from duo_ray.distillation.data import (
+    LEAST,
+    Progress,
+    Questions,
+    check_disk,
+    describe_work,
+    read_questions,
+    write_answers,
+)
 from duo_ray.distillation.student import check_student, make_student
 from duo_ray.distillation.translation import Translator, translate_answers
 from duo_ray.distillation.workspace import Clock, DistillationError, Stage, Workspace, write_json
 from duo_ray.hardware.machine import detect_machine
 from duo_ray.hardware.placement import make_plan, target_device
-from duo_ray.models.catalog import context_length, gguf_target, resolve_target
+from duo_ray.models.catalog import context_length, resolve_gguf_target, resolve_target
 from duo_ray.models.silence import silence_transformers
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.session import Duo
@@ -99,15 +107,19 @@ def distill(
         raise DistillationError(
             f"--replicas {replicas}: this machine has room for one pipeline; on a cluster set hardware.machine=cluster"
         )
-    files = resolve_target(task.target, progress=progress)
+    # Of a target that stays packed only the tokenizer is needed, unless the student is cut from it.
+    packed = task.student is not None and config.models.target.engine == "llama_cpp"
+    files = (resolve_gguf_target if packed else resolve_target)(task.target, progress=progress)
     tokenizer = Tokenizer.load(files.tokenizer_path)
     asked = config.models.target.max_seq_len
     context = context_length(None if asked == "auto" else asked, files.context_length)
+    source = check_student(task.target, files, layers=task.layers, student=task.student)
+    if not source.own_vocabulary:
+        context = min(context, source.context_length)
     questions = read_questions(
         task.prompts, config, tokenizer, context=context, raw=task.raw, max_tokens=task.max_tokens,
         samples=task.samples,
     )  # fmt: skip
-    source = check_student(files, layers=task.layers, student=task.student)
     if task.on_policy and source.own_vocabulary:
         raise DistillationError(
             f"--on-policy: the target cannot score the tokens of --student {task.student}, which has a vocabulary of "
@@ -123,14 +135,15 @@ def distill(
     progress("making the student", None)
     make_student(workspace.student, source, layers=task.layers if task.student is None else None)
     first, *others = workspace.stages(on_policy=task.on_policy)
-    if not first.trained.is_dir():
+    if not first.trained.is_dir() and not any(first.checkpoints.glob("*")):  # it goes on with what it began with
         _answer(workspace, questions, config, replicas, clock, start, say, progress)
     training, testing = questions.split(workspace.answers)
     if source.own_vocabulary:
         say("the student has other tokens than the target: it is trained on the same texts in its own")
         translator = Translator(tokenizer, Tokenizer.load(source.tokenizer))
         training, testing = (
-            translate_answers(each, workspace.translated, translator, progress) for each in (training, testing)
+            translate_answers(each, workspace.translated, translator, source.context_length, progress)
+            for each in (training, testing)
         )
     if workspace.trained.is_dir():
         say("the student is trained already")
@@ -143,8 +156,7 @@ def distill(
             say(f"the student wrote {len(own)} texts, which the target scored")
             mixed = [*own, *training[: len(own)]]
             _train(stage, TRAINING_SHARE, mixed, testing, task, device, clock, say, progress)
-    tokenizer_of = task.student if task.student is not None and source.own_vocabulary else task.target
-    return _export(workspace, testing, task, gguf_target(tokenizer_of), config, len(questions.prompts), say, progress)
+    return _export(workspace, testing, task, source.tokenizer_gguf, config, len(questions.prompts), say, progress)
 
 
 def _plan(task: Task, questions: Questions) -> dict[str, Any]:
@@ -161,9 +173,11 @@ def _answer(
     say: Callable[[str], None],
     progress: Progress,
 ) -> None:
-    missing = [path for _, _, path in questions.shards(workspace.answers) if not path.is_file()]
-    if not missing or clock.left(DATA_SHARE) < 0:
+    shards = questions.shards(workspace.answers)
+    there = sum(path.is_file() for _, _, path in shards)
+    if there == len(shards) or (there >= LEAST and clock.left(DATA_SHARE) < 0):
         return
+    check_disk(questions, workspace.answers)
 
     def watched(text: str, share: float | None) -> None:
         clock.keep()

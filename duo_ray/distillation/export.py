@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -93,8 +94,9 @@ def _link(source: Path, path: Path) -> None:
 
 
 def _tested(paths: Sequence[Path]) -> list[Answer]:
+    """Some answers, greedy and sampled ones mixed."""
     found: list[Answer] = []
-    for path in paths:
+    for path in random.Random(0).sample(paths, len(paths)):
         if sum(len(each.answer) for each in found) >= _TESTED_PLACES:
             break
         found.append(Answer.load(path))
@@ -138,7 +140,10 @@ def _speedup(costs: Costs, draft: Mapping[int, float], greedy: float, answers: S
     target, faster = (
         Curve({width: costs.target_seconds(width, alone=each) for width in _WIDTHS}) for each in (False, True)
     )
-    hardware = Hardware(target, Curve(dict(draft)), alone=faster, overhead=costs.overhead(drafting=False), overhead_drafting=costs.overhead(drafting=True))
+    hardware = Hardware(
+        target, Curve(dict(draft)), alone=faster, overhead=costs.overhead(drafting=False),
+        overhead_drafting=costs.overhead(drafting=True),
+    )  # fmt: skip
     prompt, length = (max(1, round(np.mean([len(part) for part in parts]))) for parts in (
         [each.prompt for each in answers], [each.answer for each in answers]
     ))  # fmt: skip

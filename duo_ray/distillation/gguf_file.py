@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,28 @@ def check_exportable(folder: Path) -> None:
             )
 
 
+def check_tokenizer(folder: Path, tokenizer: Path, tokenizer_gguf: Path | None) -> None:
+    """Refuse a tokenizer that llama.cpp does not have, before a model with it is trained.
+
+    Args:
+        folder: the model's.
+        tokenizer: folder of the tokenizer.
+        tokenizer_gguf: see `write_gguf`.
+
+    Raises:
+        DistillationError: see `write_gguf`.
+    """
+    from gguf import GGUFWriter  # noqa: PLC0415 - 0.2 s
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    with TemporaryDirectory(prefix="duo_ray-") as scratch:
+        path = Path(scratch) / "vocabulary.gguf"
+        writer = GGUFWriter(path, ARCHITECTURES[config["model_type"]])
+        write_tokenizer(writer, tokenizer, tokenizer_gguf, config["vocab_size"])
+        _finish(writer)
+        _check_vocabulary(path, Tokenizer.load(tokenizer), tokenizer)
+
+
 def gemma_layer_types(count: int) -> list[str]:
     """Which layers of a Gemma 3 slide a window over the text: llama.cpp knows no other order."""
     return ["sliding_attention" if (place + 1) % _GEMMA_PERIOD else "full_attention" for place in range(count)]
@@ -82,12 +105,16 @@ def write_gguf(folder: Path, tokenizer_gguf: Path | None, path: Path, name: str)
     write_tokenizer(writer, folder, tokenizer_gguf, config.vocab_size)
     for tensor, weights in _tensors(folder, config):
         writer.add_tensor(tensor, np.ascontiguousarray(weights, dtype=np.float32))
+    _finish(writer)
+    part.replace(path)
+    _check_vocabulary(path, Tokenizer.load(folder), folder)
+
+
+def _finish(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    part.replace(path)
-    _check_vocabulary(path, Tokenizer.load(folder))
 
 
 def _rope_types(config: dict[str, Any]) -> list[str]:
@@ -163,13 +190,13 @@ def _frequency_factors(config: Any) -> NDArray[np.float32]:
     return factors
 
 
-def _check_vocabulary(path: Path, tokenizer: Tokenizer) -> None:
+def _check_vocabulary(path: Path, tokenizer: Tokenizer, folder: Path) -> None:
     ours = TokenizerVocabulary(tokenizer)
     with LlamaVocabulary.open(path) as theirs:
         report, _ = compare(ours, theirs)
         if not report.same:
-            raise DistillationError(f"llama.cpp reads another vocabulary from {path}: {report.first_difference}")
+            raise DistillationError(f"llama.cpp reads another vocabulary than that of {folder}: {report.first_difference}")
         if ours.opening(SAMPLE) != theirs.opening(SAMPLE):
             raise DistillationError(
-                f"llama.cpp splits text into other tokens than the tokenizer that {path} was made of"
+                f"llama.cpp splits text into other tokens than the tokenizer of {folder} does"
             )

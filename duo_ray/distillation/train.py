@@ -323,15 +323,20 @@ def train(
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that is whole; what a killed run left of another one is removed."""
+    """The newest checkpoint that is whole; what a killed run left of another one is removed.
+
+    The best one is named in it by a path, which Trainer silently does without where the folder has moved.
+    """
     whole: dict[int, Path] = {}
     for path in folder.glob("checkpoint-*"):
         try:
-            step = json.loads((path / "trainer_state.json").read_text())["global_step"]  # Trainer writes it last
+            state = json.loads((path / "trainer_state.json").read_text())  # Trainer writes it last
         except (OSError, ValueError):
             shutil.rmtree(path)
         else:
-            whole[step] = path
+            whole[state["global_step"]] = path
+            if best := state.get("best_model_checkpoint"):
+                write_json(path / "trainer_state.json", {**state, "best_model_checkpoint": str(folder / Path(best).name)})
     return str(whole[max(whole)]) if whole else None
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from duo_ray.core.context import IdLog
 from duo_ray.distillation.data import Answer, Progress
+from duo_ray.distillation.workspace import DistillationError
 from duo_ray.models.alignment import Alignment
 from duo_ray.models.conversation import ConversationReader
 from duo_ray.models.tokenizer import Tokenizer
@@ -65,8 +66,16 @@ class Translator:
         return None if messages is None else self._student.chat(messages)
 
 
-def translate_answers(paths: Sequence[Path], folder: Path, translator: Translator, progress: Progress) -> list[Path]:
-    """Files of the translated answers, written to `folder` where they are not there."""
+def translate_answers(
+    paths: Sequence[Path], folder: Path, translator: Translator, longest: int, progress: Progress
+) -> list[Path]:
+    """Files of the translated answers, written to `folder` where they are not there.
+
+    Those longer than the student's context of `longest` tokens are left out.
+
+    Raises:
+        DistillationError: none is left.
+    """
     folder.mkdir(exist_ok=True)
     found = []
     for done, path in enumerate(paths):
@@ -74,8 +83,13 @@ def translate_answers(paths: Sequence[Path], folder: Path, translator: Translato
         to = folder / path.name
         if not to.is_file():
             answer = translator.translate(Answer.load(path))
-            if answer is None:
+            if answer is None or len(answer.prompt) + len(answer.answer) > longest:
                 continue
             answer.save(to)
         found.append(to)
+    if not found:
+        raise DistillationError(
+            f"none of {len(paths)} answers can be had in the student's tokens within its context of {longest}: give "
+            "other or shorter prompts, or another --student"
+        )
     return found

@@ -61,16 +61,19 @@ class Workspace:
             DistillationError: the folder is not empty, holds nothing to resume, or was begun with other options.
         """
         if not resume:
-            if self.out.exists() and any(self.out.iterdir()):
+            # Nothing is lost of a start that was killed before it had written down what it was asked for.
+            if any(each.is_file() and each.suffix != ".part" for each in self.out.rglob("*")):
                 raise DistillationError(
                     f"{self.out} is not empty: go on with what was begun there (--resume), or name another directory"
                 )
-            self.answers.mkdir(parents=True)
+            self.work.mkdir(parents=True, exist_ok=True)
             write_json(self.plan, plan)
+            self.answers.mkdir(exist_ok=True)
             return
         begun = read_json(self.plan)
         if begun is None:
             raise DistillationError(f"{self.out} holds nothing to resume: leave --resume out to begin")
+        self.answers.mkdir(exist_ok=True)
         # An option that an older version did not have yet was off.
         changed = [name for name in plan if (name in begun or plan[name]) and begun.get(name) != plan[name]]
         if changed:

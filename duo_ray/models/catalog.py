@@ -43,6 +43,7 @@ _FORMAT = 1
 MOST_QUANTS = 3
 """Quantisations of a draft loaded beside each other: each takes memory for its weights and for a KV cache."""
 
+_UNQUANTISED = {"F32", "F16", "BF16"}
 _LADDER = {"Q8_0": 8.6, "Q4_0": 4.7, "Q2_K": 3.6}
 """Quantisations worth making, each about half of the one before, and bits of a weight from which on they are."""
 
@@ -162,6 +163,8 @@ def draft_quants(name: str) -> list[str]:
     """
     path, files = _draft_files(name, "auto")
     chosen = _chosen(path)
+    # What others were made of is no draft beside them.
+    files = [file for file in files if quant_of(file) not in _UNQUANTISED] or files
     files.sort(key=lambda file: (file == chosen, _size(file)), reverse=True)
     there = list(dict.fromkeys(map(quant_of, files)))[:MOST_QUANTS]
     finest = read_gguf(_finest(files))

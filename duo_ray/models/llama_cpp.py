@@ -35,6 +35,8 @@ from duo_ray.types import (
     UnknownPrefix,
 )
 
+_READ_AT_ONCE = 128
+"""Ids after which it looks whether those who asked are still there; no slower to read than more at once."""
 _WORTH_KEEPING = 8
 """Shared tokens from which a request prefers the slot that another one left."""
 
@@ -64,6 +66,7 @@ class LlamaCppDraft:
         self._writer = BlockWriter(min(keep, self.vocab_size), ends, max_sequences, self._fork)
         self._context = context
         self._held: dict[str, Slot] = {}  # idle longest first
+        self._abandoned: set[str] = set()
         ranges = (range(i * max_sequences, (i + 1) * max_sequences) for i in range(slots))
         self._idle = [Slot(seq_ids) for seq_ids in ranges]  # idle longest first
 
@@ -162,6 +165,7 @@ class LlamaCppDraft:
         Its ids stay in the cache until another request takes the slot: one that begins alike (the same system prompt,
         the next turn of a conversation) reads only what is new.
         """
+        self._abandoned.discard(request_id)
         slot = self._held.pop(request_id, None)
         if slot is not None:
             kept, *others = slot.sequences
@@ -172,8 +176,14 @@ class LlamaCppDraft:
             slot.sequences = [kept]
             self._idle.append(slot)
 
+    def abandon(self, request_id: str) -> None:
+        """Read no further for this request, in a call that runs; of any thread. What it gets of that call is empty."""
+        if request_id in self._held:
+            self._abandoned.add(request_id)
+
     def _forget(self, request_id: str) -> None:
         """Free the slot and what it holds, which may not be what it should be."""
+        self._abandoned.discard(request_id)
         slot = self._held.pop(request_id, None)
         if slot is not None:
             for sequence in slot.sequences:
@@ -235,6 +245,8 @@ class LlamaCppDraft:
             self._read_contexts(drafts)
             while pending := [draft for draft in drafts if draft.pending]:
                 self._advance(pending)
+            for request_id in self._abandoned.intersection(request_ids):
+                self._forget(request_id)  # not all of its context may have been read
         except BaseException:
             for request_id in request_ids:
                 self._forget(request_id)
@@ -364,8 +376,11 @@ class LlamaCppDraft:
             for draft in drafts
             for position, token in enumerate(draft.slot.log.ids[draft.held :], draft.held)
         ]
-        for start in range(0, len(missing), self._context.batch_size):
-            chunk = missing[start : start + self._context.batch_size]
+        step = min(_READ_AT_ONCE, self._context.batch_size)
+        while missing:
+            if self._abandoned:
+                missing = [each for each in missing if each[0].job.context.request_id not in self._abandoned]
+            chunk, missing = missing[:step], missing[step:]
             self._context.decode([row for _, row in chunk])
             for i, (draft, row) in enumerate(chunk):
                 if row.wanted:

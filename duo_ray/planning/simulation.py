@@ -310,6 +310,9 @@ class _Draft:
         await self._world.delivery(drafting=True)
         return block, None
 
+    def abandon(self, request_id: str) -> None:
+        """No request is cancelled."""
+
     def release(self, request_id: str) -> None:
         self._writers.pop(request_id, None)
 

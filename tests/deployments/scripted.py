@@ -119,6 +119,7 @@ class ScriptedEngine:
         self.requests: list[Request] = []
         self.running: set[str] = set()
         self.steps = 0
+        self.last_token = 0.0
 
     async def stream(self, request: Request) -> AsyncIterator[Delta | Finished]:
         self.requests.append(request)
@@ -138,6 +139,7 @@ class ScriptedEngine:
         try:
             with closing(decode(decoding, target, draft)) as tokens:
                 for _, step in itertools.groupby(tokens, lambda token: token.step):
+                    self.last_token = time.monotonic()
                     yield Delta(tuple(step))
                     decoding.stats.first_token = decoding.stats.first_token or time.time()
                     self.steps += 1

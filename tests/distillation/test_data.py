@@ -36,7 +36,7 @@ def test_every_bad_line_is_named_by_its_number(tmp_path):
     assert [f"line {number}:" in text for number in range(1, 8)] == [False, True, True, False, True, True, False]
     assert "not JSON" in text
     assert "empty" in text
-    assert "the 64 the target holds" in text
+    assert "the 64 that target and student hold" in text
 
 
 def test_a_repeated_prompt_counts_once(tmp_path):

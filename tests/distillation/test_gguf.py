@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import AutoModelForCausalLM
@@ -139,6 +140,8 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_refused(tmp_path):
     folder = write_model(tmp_path / "student", small_config("llama", 400), tokenizer)
     with pytest.raises(DistillationError, match="splitting rule"):
         write_gguf(folder, None, tmp_path / "student.gguf", "student")
+    with pytest.raises(DistillationError, match="splitting rule"):  # before anything is trained
+        check_student(str(folder), target_files(folder), layers=2, student=None)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +171,17 @@ def test_a_student_has_the_targets_own_layers_embedding_and_head(tokenizer, tmp_
     assert (tmp_path / "student/tokenizer.json").is_file()
 
 
+def test_weights_that_are_not_there_are_named(tokenizer, tmp_path):
+    folder = write_model(tmp_path / "target", small_config("llama", 400, num_hidden_layers=5), tokenizer)
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, file)
+    with pytest.raises(DistillationError, match=r"no weights model\.layers\.1\.mlp\.up_proj"):
+        make_student(tmp_path / "student", source_of(folder), layers=3)
+    assert not (tmp_path / "student").exists()
+
+
 def test_a_gemma_student_slides_its_window_where_llama_cpp_does(tokenizer, tmp_path):
     config = small_config("gemma3-window", 400, num_hidden_layers=12, layer_types=gemma_layer_types(12))
     folder = write_model(tmp_path / "target", config, tokenizer)
@@ -179,7 +193,7 @@ def test_a_gemma_student_slides_its_window_where_llama_cpp_does(tokenizer, tmp_p
 def test_a_smaller_model_with_the_targets_vocabulary_may_be_the_student(tokenizer, tmp_path):
     folder = write_model(tmp_path / "target", small_config("llama", 400), tokenizer)
     sibling = write_model(tmp_path / "sibling", small_config("qwen2", 416), tokenizer)
-    source = check_student(target_files(folder), layers=6, student=str(sibling))
+    source = check_student(str(folder), target_files(folder), layers=6, student=str(sibling))
     assert not source.own_vocabulary
     make_student(tmp_path / "student", source, layers=None)
     assert json.loads((tmp_path / "student/config.json").read_text())["model_type"] == "qwen2"
@@ -189,7 +203,7 @@ def test_a_student_with_another_vocabulary_keeps_it(tokenizer, tmp_path):
     folder = write_model(tmp_path / "target", small_config("llama", 400), tokenizer)
     other = write_tokenizer(tmp_path / "other", sentencepiece())
     sibling = write_model(tmp_path / "sibling", small_config("llama", 400), other)
-    source = check_student(target_files(folder), layers=6, student=str(sibling))
+    source = check_student(str(folder), target_files(folder), layers=6, student=str(sibling))
     assert source.own_vocabulary
     make_student(tmp_path / "student", source, layers=None)
     assert (tmp_path / "student/tokenizer.json").read_text() == (other / "tokenizer.json").read_text()
@@ -203,11 +217,11 @@ def test_a_student_without_a_token_in_common_is_refused(tokenizer, tmp_path):
     (other / "generation_config.json").write_text("{}")
     stranger = write_model(tmp_path / "stranger", small_config("llama", 400), other)
     with pytest.raises(DistillationError, match="no token in common"):
-        check_student(target_files(folder), layers=6, student=str(stranger))
+        check_student(str(folder), target_files(folder), layers=6, student=str(stranger))
 
 
 def source_of(folder: Path) -> Source:
-    return Source(folder, folder, own_vocabulary=False)
+    return Source(folder, folder, None, 128, own_vocabulary=False)
 
 
 def target_files(folder: Path) -> TargetFiles:

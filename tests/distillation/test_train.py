@@ -175,3 +175,14 @@ def test_a_half_written_checkpoint_is_removed(tmp_path):
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-5")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
     assert last_checkpoint(tmp_path / "nothing") is None
+
+
+def test_the_best_checkpoint_is_found_where_the_folder_has_moved(tmp_path):
+    for step in (5, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        state = {"global_step": step, "best_metric": 0.5, "best_model_checkpoint": "elsewhere/checkpoint-5"}
+        write_json(tmp_path / f"checkpoint-{step}/trainer_state.json", state)
+    last = last_checkpoint(tmp_path)
+    assert last == str(tmp_path / "checkpoint-10")
+    found = read_json(Path(last) / "trainer_state.json")
+    assert found == {"global_step": 10, "best_metric": 0.5, "best_model_checkpoint": str(tmp_path / "checkpoint-5")}

@@ -8,6 +8,7 @@ from tokenizers import normalizers
 
 from duo_ray.distillation.data import TOP, Answer
 from duo_ray.distillation.translation import Translator, translate_answers
+from duo_ray.distillation.workspace import DistillationError
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import TokenizerVocabulary
 from tests.models.tokenizers import byte_level, sentencepiece
@@ -74,12 +75,14 @@ def test_answers_that_are_translated_already_are_kept(tmp_path) -> None:
         written("the", words).save(paths[-1])
     folder = tmp_path / "translated"
     translator = Translator(TARGET, STUDENT)
-    found = translate_answers(paths, folder, translator, lambda *_: None)
+    found = translate_answers(paths, folder, translator, 512, lambda *_: None)
     assert [path.name for path in found] == ["0.npz", "1.npz"]
     before = found[0].stat().st_mtime_ns
     found[1].unlink()
-    assert translate_answers(paths, folder, translator, lambda *_: None) == found
+    assert translate_answers(paths, folder, translator, 512, lambda *_: None) == found
     assert found[0].stat().st_mtime_ns == before
+    with pytest.raises(DistillationError, match="none of 2 answers .* context of 3"):
+        translate_answers(paths, tmp_path / "none", translator, 3, lambda *_: None)
 
 
 def test_of_tokens_that_do_not_spell_the_text_only_the_first_has_a_place_in_it() -> None:

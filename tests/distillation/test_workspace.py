@@ -15,6 +15,17 @@ def test_a_folder_with_something_in_it_is_not_begun_in(tmp_path):
         Workspace(tmp_path).begin(PLAN, resume=False)
 
 
+def test_a_start_that_was_killed_before_it_had_written_its_plan_is_begun_again(tmp_path):
+    workspace = Workspace(tmp_path / "draft")
+    workspace.work.mkdir(parents=True)
+    (workspace.work / "plan.json.part").write_text("{")
+    workspace.begin(PLAN, resume=False)
+    assert workspace.answers.is_dir()
+    workspace.answers.rmdir()
+    workspace.begin(PLAN, resume=True)
+    assert workspace.answers.is_dir()
+
+
 def test_nothing_is_resumed_where_nothing_was_begun(tmp_path):
     with pytest.raises(DistillationError, match="nothing to resume"):
         Workspace(tmp_path / "new").begin(PLAN, resume=True)

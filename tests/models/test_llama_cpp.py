@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from duo_ray.core.sampling import distribution
+from duo_ray.models import llama_cpp
+from duo_ray.models.llama_context import BatchRow
 from duo_ray.models.llama_cpp import LlamaCppDraft
 from duo_ray.types import DraftModel, DraftProbs, Ids, Outcome, SamplingParams
 from tests.models.drafting import (
@@ -249,3 +251,29 @@ def test_no_sequence_is_drafted_when_the_text_can_only_end(draft: LlamaCppDraft)
     block, probs = draft_one(draft, make_job(PROMPT, 6, SamplingParams(1.0, logit_bias=only_end), bets=True))
     assert block.sequences == ()
     assert probs.ids == ()
+
+
+def test_a_prompt_that_nobody_waits_for_any_more_is_read_no_further_and_others_get_their_blocks(
+    draft: LlamaCppDraft, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp, "_READ_AT_ONCE", 8)
+    decode, widths = draft._context.decode, list[int]()
+
+    def decode_and_leave(rows: list[BatchRow]) -> None:
+        widths.append(len(rows))
+        decode(rows)
+        draft.abandon("long")
+
+    monkeypatch.setattr(draft._context, "decode", decode_and_leave)
+    long = make_job(PROMPT * 4, 8, GREEDY, request="long")
+    [(left, _), (block, _)] = draft.draft([long, make_job(PROMPT, 8, GREEDY)])
+    assert left.sequences == ()
+    [ids] = drafted_ids(block)
+    assert_greedy(reference, PROMPT, ids)
+    assert sum(widths) < 8 + len(PROMPT) + 8 < len(PROMPT * 4)
+    monkeypatch.undo()
+    [(again, _)] = draft.draft([long])
+    [ids] = drafted_ids(again)
+    assert_greedy(reference, PROMPT * 4, ids)
+    draft.abandon("unknown")
+    assert not draft._abandoned
