@@ -3,8 +3,8 @@
     python -m benchmarks.targets [--tokens 64] [--prompts 4] [--forms all] [--shaped] [--out targets.json]
 
 The demo model in transformers (float32, bfloat16, int8, int4) and in llama.cpp (several quantisations), each with the
-Q2_K draft. Two baselines: the form alone on the cores it has while no draft works (in llama.cpp all, where that is
-faster), and alone on all cores. `--shaped` adds a target of a billion weights in llama.cpp whose draft is right for 80%
+Q2_K draft. Baselines: the form alone on the cores it has while no draft works (in llama.cpp all, where that is faster),
+alone on all cores, and for a .gguf file llama-cpp-python by itself on all cores, without actors. `--shaped` adds a target of a billion weights in llama.cpp whose draft is right for 80%
 of the tokens, by construction (`benchmarks.shaped`).
 """
 
@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from rich.table import Table
 
 from benchmarks.drafts import demo_draft, poor_draft
 from benchmarks.harness import chosen
+from benchmarks.peers import Peer, PeerSettings
 from benchmarks.pipeline import PROMPTS, measure, speed
 from benchmarks.shaped import ONE_BILLION, SMALL, write_shaped
 from duo_ray.actors.launch import start_local
@@ -155,12 +157,17 @@ def measure_form(name: str, form: Form, tokens: int) -> tuple[dict[str, Any], li
             "all": partial(measure, whole),
         }
         answers: dict[str, list[Answer]] = {way: [] for way in ways}
+        peer = stack.enter_context(closing(_plain(form))) if form.settings["models.target.engine"] == "llama_cpp" else None
         for ask in ways.values():
             ask(form.prompts[0], 24)
+        by_peer: list[float] = []
         for number, prompt in enumerate(track(form.prompts, name)):
             order = list(ways) if number % 2 else list(reversed(ways))
             for way in (*order, *reversed(order)):
                 answers[way].append(ways[way](prompt, tokens))
+            if peer is not None:
+                turns = [peer.generate(duo.request(prompt).prompt, tokens) for _ in range(2)]
+                by_peer += [(turn.at[-1] - turn.at[0]) / (len(turn.at) - 1) for turn in turns]
         info = duo.pipeline.info
         (timings,) = info.drafts[0].timings.values()
         target, draft = dict(info.target.timings), dict(timings)
@@ -179,7 +186,18 @@ def measure_form(name: str, form: Form, tokens: int) -> tuple[dict[str, Any], li
         "tokens_per_s": speed(answers["duo"]),
         "speed_up": speed(answers["duo"]) / speed(answers["alone"]),
         "speed_up_all_cores": speed(answers["duo"]) / speed(answers["all"]),
+        **({"by_itself": 1.0 / statistics.median(by_peer)} if by_peer else {}),
     }, texts
+
+
+def _plain(form: Form) -> Peer:
+    """llama.cpp without this project, on all cores."""
+    path = str(form.settings["models.target.model"])
+    return Peer(
+        PeerSettings(
+            "llama.cpp", path, path, None, "float32", "cpu", len(detect_machine().cores), _CONTEXT, eos_ids=()
+        )
+    )
 
 
 _COLUMNS = {
@@ -190,6 +208,7 @@ _COLUMNS = {
     "agreement": ("agreement", ".2f"),
     "accepted": ("accepted", ".2f"),
     "tokens_per_s": ("tokens/s", ".1f"),
+    "by_itself": ("llama-cpp-python tokens/s", ".1f"),
     "speed_up": ("x alone", ".2f"),
     "speed_up_all_cores": ("x alone, all cores", ".2f"),
 }

@@ -25,6 +25,7 @@ from duo_ray.actors.launch import plain_error, start_models
 from duo_ray.actors.prepare import prepare
 from duo_ray.config import Config, ConfigError
 from duo_ray.metrics import Figures, Meter
+from duo_ray.metrics.series import Ended
 from duo_ray.session import Prompt, build_request, collect, unpacked
 from duo_ray.types import Delta, Finished, InvalidRequest, Overloaded, Request
 
@@ -93,6 +94,7 @@ class Replica:
         """
         request = self._request(prompt, options)
         if self._streams >= self._slots + self.config.serving.queue:
+            self._meter.tally.ended(Ended.REFUSED, 0)
             raise Overloaded(self._streams - self._slots, self.config.serving.retry_after_s)
         self._streams += 1
         try:

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from duo_ray.actors.launch import connect, plain_error
+from duo_ray.actors.launch import JOIN_LIMIT_S, connect, plain_error
 from duo_ray.closing import Closing
 from duo_ray.session import Answer, Prompt, collect, unpacked
 from duo_ray.types import Delta, DuoRayError, Finished, Overloaded, Token
@@ -47,10 +47,16 @@ class DuoClient(Closing):
             if ray.util.client.ray.is_connected():
                 relay = ray.remote(_Relay).options(num_cpus=0, max_concurrency=1000).remote(app_name)
                 self._cleanup.callback(ray.kill, relay)
-                ray.get(relay.ready.remote())
+                ray.get(relay.ready.remote(), timeout=JOIN_LIMIT_S)
                 self._streams: _Streams = _PolledStreams(relay)
             else:
                 self._streams = _DirectStreams(_app_handle(app_name))
+        except GetTimeoutError:
+            self.close()
+            raise DuoRayError(
+                f"the cluster did not start a process for this client within {JOIN_LIMIT_S:.0f} s: is there a node "
+                "that has room? See `ray status` there"
+            ) from None
         except RayError as error:
             self.close()
             raise plain_error(error) from error
@@ -62,7 +68,7 @@ class DuoClient(Closing):
         if not ray.is_initialized():
             connect(address or os.environ.get("RAY_ADDRESS") or "auto")
             self._cleanup.callback(ray.shutdown)
-        elif address is not None and address != ray.get_runtime_context().gcs_address:
+        elif address not in (None, "auto", ray.get_runtime_context().gcs_address):
             raise DuoRayError(
                 f"address={address}: this process is in a Ray cluster already; leave the address out to use that one, "
                 "or call ray.shutdown() first"

@@ -236,7 +236,8 @@ class ServingConfig(_Section):
     retry_after_s: Annotated[int, checks.whole(1, 3600)] = 2
     """What a refused client is told to wait (`Retry-After`)."""
     drain_s: Annotated[float, checks.real(0.0, 86_400.0)] = 60.0
-    """How long a replica that is to end may go on with the answers it has begun."""
+    """How long a replica that is to end may go on with the answers it has begun; longer ones are cut then, where
+    `limits.timeout_s` is more than this."""
     api_key: Annotated[str | None, BeforeValidator(checks.api_key)] = None
     """What clients send as `Authorization: Bearer KEY`; env:NAME reads it from that variable where the replica runs;
     null: everyone may ask."""

@@ -272,8 +272,8 @@ def _train(
 
     say(f"training on {len(training)} answers, {clock.left(share) / 60:.1f} minutes at most")
     found = train(
-        stage, training, testing, divergence=task.divergence, clock=clock, share=share, device=device,
-        progress=progress,
+        stage, training, testing, divergence=task.divergence, cut=task.student is None, clock=clock, share=share,
+        device=device, progress=progress,
     )  # fmt: skip
     before, after = found["before"], found["after"]
     say(

@@ -34,6 +34,8 @@ from duo_ray.distillation.student import copy_tokenizer, load_model
 from duo_ray.distillation.workspace import Clock, Stage, make_folder, read_json, write_json
 
 LEARNING_RATE = 5e-4
+CUT_LEARNING_RATE = 1e-3
+"""Of layers cut from the target, which have to learn to do without those between them."""
 BATCH = 8
 """Answers of a step."""
 PATIENCE = 0.2
@@ -248,6 +250,7 @@ def train(
     testing: Sequence[Path],
     *,
     divergence: str,
+    cut: bool,
     clock: Clock,
     share: float,
     device: str,
@@ -258,6 +261,8 @@ def train(
     Args:
         stage: where it starts from and what is kept of the training.
         training, testing: files of answers.
+        cut: the student is some of the target's layers; its embedding and head stay the target's then, which leaves
+            time for a fifth more steps.
         share: of the clock's time, at which to end.
         device: cpu or cuda.
 
@@ -268,6 +273,9 @@ def train(
     silenced()
     tested = _batches(testing)
     model = load_model(stage.start)
+    if cut:
+        for shared in (model.get_input_embeddings(), model.get_output_embeddings()):
+            shared.requires_grad_(False)
     plan = read_json(stage.plan)
     if plan is None:
         progress("measuring a step", None)
@@ -277,7 +285,7 @@ def train(
         output_dir=str(stage.checkpoints),
         max_steps=plan["steps"],
         per_device_train_batch_size=BATCH,
-        learning_rate=LEARNING_RATE,
+        learning_rate=CUT_LEARNING_RATE if cut else LEARNING_RATE,
         lr_scheduler_type="cosine",
         warmup_steps=round(_WARM_UP * plan["steps"]),
         bf16=precision == "bfloat16",

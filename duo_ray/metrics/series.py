@@ -29,6 +29,8 @@ class Ended(StrEnum):
     LENGTH = FinishReason.LENGTH.value
     CANCELLED = "cancelled"
     ERROR = "error"
+    REFUSED = "refused"
+    """For want of a place; it has not begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ SERIES: tuple[Series, ...] = (
     Series(GENERATED_TOKENS, Kind.COUNTER, "Committed tokens."),
     Series(TARGET_STEPS, Kind.COUNTER, "Steps, summed over the requests; one target pass serves those of several."),
     Series(PLAIN_STEPS, Kind.COUNTER, "Steps for which nothing was drafted, by reason.", ("reason",)),
-    Series(REQUESTS, Kind.COUNTER, "Requests that ended, by outcome: stop, length, cancelled, error.", ("outcome",)),
+    Series(REQUESTS, Kind.COUNTER, "Requests that ended, by outcome.", ("outcome",)),
     Series(RESTARTS, Kind.COUNTER, "Times an actor was lost and came back.", ("actor",)),
     Series(BUSY_SECONDS, Kind.COUNTER, "Seconds of model work, by actor.", ("actor",)),
     Series(ACTIVE_SECONDS, Kind.COUNTER, "Seconds with at least one running request."),

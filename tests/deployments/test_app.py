@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import socket
 import struct
 import time
@@ -17,6 +18,7 @@ import pytest
 from ray import serve
 from ray.exceptions import RayActorError
 
+from deployments.runner import PULSE_S
 from duo_ray.config import load_config
 from duo_ray.models.catalog import resolve_target
 from duo_ray.models.tokenizer import Tokenizer
@@ -197,10 +199,14 @@ def test_a_full_queue_refuses_with_the_time_to_come_again(handle, service):
         wait_for_load(service.url, SLOTS, QUEUE)
         refused = httpx.post(f"{service.url}/v1/chat/completions", json=chat("Hi"), timeout=120)
         assert refused.status_code == 503
+        metrics = httpx.get(f"{service.url}/metrics", timeout=60).text
+        assert re.search(r'^duo_ray_requests_total\{.*outcome="refused".*\} [1-9]', metrics, re.MULTILINE)
         assert int(refused.headers["Retry-After"]) >= 1
         with pytest.raises(Overloaded, match="try again in"):
             list(handle.options(stream=True).stream.remote("Hi"))
         assert httpx.get(f"{service.url}/stats", timeout=60).status_code == 200  # what generates nothing gets through
+        time.sleep(PULSE_S)  # no client has had a token over HTTP for so long, but those at the handle get them
+        assert httpx.get(f"{service.url}/health", timeout=120).status_code == 200
     finally:
         for stream in streams:
             stream.cancel()

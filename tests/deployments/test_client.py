@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -163,6 +164,13 @@ def refusal(address, home, **variables):
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
 def test_an_address_where_nobody_answers_is_an_error_that_names_it(address, tmp_path):
     assert refusal(address, tmp_path).startswith(f"Ray at {address}: ")
+
+
+@pytest.mark.parametrize("way", ["", "ray://"])
+def test_an_address_that_takes_connections_and_says_nothing_is_no_hang(way, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"{way}127.0.0.1:{silent.getsockname()[1]}"
+        assert refusal(address, tmp_path).startswith(f"Ray at {address}: ")
 
 
 @pytest.mark.parametrize("way", ["ray_address", "client_address"])

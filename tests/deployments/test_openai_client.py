@@ -67,6 +67,17 @@ def test_a_character_split_over_tokens_is_never_streamed_in_halves(client: opena
     assert whole == "🔥" * 10
 
 
+def test_the_turn_before_is_read_again_by_neither_model(client: openai.OpenAI) -> None:
+    options = {"model": "demo", "temperature": 0, "max_tokens": 24, "extra_body": {"duo": {"trace": True}}}
+    first = client.chat.completions.create(messages=USER, **options)
+    turn = {"role": "assistant", "content": first.choices[0].message.content}
+    second = client.chat.completions.create(messages=[*USER, turn, *USER], **options)
+    shared = first.usage.prompt_tokens
+    assert shared <= second.usage.prompt_tokens_details.cached_tokens < second.usage.prompt_tokens
+    assert shared <= second.duo["stats"]["draft_cached_tokens"] < second.usage.prompt_tokens
+    assert second.timings["prompt_n"] == second.usage.prompt_tokens - second.usage.prompt_tokens_details.cached_tokens
+
+
 @pytest.mark.parametrize(
     "options", [{"temperature": 0}, {"temperature": 1.0, "top_p": 0.95, "seed": 5}], ids=["greedy", "sampled"]
 )

@@ -17,15 +17,17 @@ from tests.deployments.conftest import descendants, healthy, listening, ray_dire
 from tests.deployments.test_app import alive
 
 URL = "http://127.0.0.1:8000"
+CONFIG = Path(__file__).parents[2] / "examples/config.yaml"
 ARGUMENTS = [f"{name}={value}" for name, value in SMALL.items()]
 
 
 @pytest.mark.ray
 @pytest.mark.models
 def test_serve_run_answers_a_client_finds_it_and_after_ctrl_c_nothing_is_left():
-    with ray_directory() as directory, running(["serve", "run", "deployments:app", *ARGUMENTS], directory) as command:
+    arguments = [f"config={CONFIG}", *ARGUMENTS]
+    with ray_directory() as directory, running(["serve", "run", "deployments:app", *arguments], directory) as command:
         command.wait_until(lambda: healthy(URL))
-        body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
+        body = {"model": "mine", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
         answer = httpx.post(f"{URL}/v1/chat/completions", json=body, timeout=120).json()
         assert answer["usage"]["completion_tokens"] == 4
         found = subprocess.run(

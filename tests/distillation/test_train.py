@@ -65,12 +65,12 @@ def stage_of(workspace):
     return workspace.stages(on_policy=False)[0]
 
 
-def run(workspace, minutes=60.0):
+def run(workspace, minutes=60.0, cut=False):
     answers = sorted(workspace.answers.glob("*.npz"))
     clock = Clock(workspace.clock, minutes)
     return train(
-        stage_of(workspace), answers[4:], answers[:4], divergence="mixed", clock=clock, share=1.0, device="cpu",
-        progress=lambda text, _share: print(text, flush=True),
+        stage_of(workspace), answers[4:], answers[:4], divergence="mixed", cut=cut, clock=clock, share=1.0,
+        device="cpu", progress=lambda text, _share: print(text, flush=True),
     )  # fmt: skip
 
 
@@ -186,3 +186,11 @@ def test_the_best_checkpoint_is_found_where_the_folder_has_moved(tmp_path):
     assert last == str(tmp_path / "checkpoint-10")
     found = read_json(Path(last) / "trainer_state.json")
     assert found == {"global_step": 10, "best_metric": 0.5, "best_model_checkpoint": str(tmp_path / "checkpoint-5")}
+
+
+def test_a_student_cut_from_its_target_keeps_the_targets_embedding_and_head(workspace, monkeypatch):
+    monkeypatch.setattr("duo_ray.distillation.train.CUT_LEARNING_RATE", 5e-3)
+    run(workspace, cut=True)
+    before, after = (load_file(each / "model.safetensors") for each in (workspace.student, workspace.trained))
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in after if "layers" in name or name == "model.norm.weight"}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import AsyncIterator
 
 import httpx
 import openai
+import pytest
 
-from duo_ray.types import DuoRayError
+from deployments import runner
+from duo_ray.types import Delta, DuoRayError, Finished, Overloaded, Request
 from tests.deployments.api.calls import chat
 from tests.deployments.scripted import ANSWER, ScriptedEngine, not_finite_from, says, served
 
@@ -71,6 +75,37 @@ def test_a_model_that_gives_no_token_is_not_healthy() -> None:
     assert {response.status_code for response in responses} == {503}
     assert all("logits is nan" in response.json()["error"]["message"] for response in responses)
     assert len(engine.requests) == 1
+
+
+class Full(ScriptedEngine):
+    """Others have all places; they get a token now and then, if at all."""
+
+    def __init__(self, tokens_every: float | None) -> None:
+        super().__init__()
+        self.tokens_every = tokens_every
+
+    async def stream(self, request: Request) -> AsyncIterator[Delta | Finished]:
+        self.requests.append(request)
+        if self.tokens_every is not None:
+            asyncio.get_running_loop().call_later(self.tokens_every, self.give_others_a_token)
+        raise Overloaded(3, 1)
+        yield
+
+    def give_others_a_token(self) -> None:
+        self.last_token = time.monotonic()
+
+
+@pytest.mark.parametrize(("tokens_every", "status"), [(0.3, 200), (None, 503)])
+def test_a_full_server_is_healthy_while_others_get_tokens(
+    tokens_every: float | None, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "PROBE_LIMIT_S", 60.0 if status == 200 else 0.5)
+    engine = Full(tokens_every)
+    with served(engine) as url, httpx.Client(base_url=url, timeout=120) as http:
+        response = http.get("/health")
+    assert response.status_code == status
+    assert len(engine.requests) == 1
+    assert status == 200 or "no token could be generated within 0.5 s" in response.json()["error"]["message"]
 
 
 def test_an_engine_that_says_it_cannot_work_is_not_healthy() -> None:

@@ -268,3 +268,10 @@ def test_a_developer_speaks_as_the_system(http: httpx.Client, engine: ScriptedEn
     chat(http, messages=[{"role": "developer", "content": "Be brief."}, *USER])
     text = tokenizer().decode(engine.requests[-1].prompt, skip_special=False)
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nGreet.<|im_end|>")
+
+
+def test_more_answers_than_the_server_ever_holds_at_once_are_a_bad_request_not_an_overload() -> None:
+    engine = ScriptedEngine(settings={"models.target.slots": 2, "serving.queue": 1})
+    with served(engine) as url, httpx.Client(base_url=url, timeout=60) as http:
+        assert "up to 3 answers" in refused(http, CHAT | {"n": 4}).message
+        assert len(chat(http, n=3)["choices"]) == 3
