@@ -103,8 +103,8 @@ class SharedBudget:
         self._turns: WeakKeyDictionary[GammaController, int] = WeakKeyDictionary()
         """For how many rounds each of those whose turn it is has drafted."""
         self._probing = Probing(Purse())
-        self._planned = 0, 0
-        """Seats and rows of the round that was planned last."""
+        self._planned: tuple[int, int, Costs] | None = None
+        """Seats, rows and draft of the round that was planned last."""
         self._slowdown = Slowdown(self._CONTENTION)
         self._expected: tuple[bool, float] | None = None
         """Whether the round before drafted, and how long it should have taken."""
@@ -128,7 +128,7 @@ class SharedBudget:
             # Those who use another quantisation of the draft are too few to be worth a sum of their own.
             self.costs = Counter(seat.controller.costs for seat in seats).most_common(1)[0][0]
         if rows == 1:
-            return [seat.controller.plan() for seat in seats]
+            return [seat.controller.plan(behind=seat.behind) for seat in seats]
         if busy:
             self._expected = True, self._seconds((), (), rows, drafts, busy=True)
         free = [i for i, seat in enumerate(seats) if not seat.busy]
@@ -147,8 +147,8 @@ class SharedBudget:
         """A plan for each of these seats, whose drafts are free."""
         if not self._allowed.any():
             return [Plan(0, 0, False, "plain: the configuration leaves nothing to draft")] * len(seats)
-        plain, crowd = self.costs.target_seconds(rows, alone=True), (len(seats), rows)
-        self._probing.purse.save(self._PROBE_SHARE * plain, most=self._SAVED_ROUNDS * plain)
+        plain, crowd = self.costs.target_seconds(rows, alone=True), (len(seats), rows, self.costs)
+        self._probing.save(self._PROBE_SHARE * plain, most=self._SAVED_ROUNDS * plain)
         if self._plain and self._planned == crowd and self._probing.rests():
             return [Plan(0, 0, False, self._why_plain)] * len(seats)
         self._planned = crowd
@@ -310,7 +310,7 @@ class SharedBudget:
             cost = max(cost, 0.99 * self._SAVED_ROUNDS * plain)
         free = max(second, size * costs.draft_seconds(1)) <= plain
         gap = self._FREE_GAP * rows if free else self._LONGEST_GAP
-        return plan if self._probing.pay(cost, longest_gap=gap, may_rest=hopeless) else None
+        return plan if self._probing.pay(cost, longest_gap=gap, hopeless=hopeless) else None
 
 
 def draft_call_seconds(costs: Costs, blocks: Sequence[tuple[int, int]], drafts: int) -> float:

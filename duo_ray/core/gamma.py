@@ -173,8 +173,13 @@ class GammaController:
         self._drafted = 0
         """Steps since the last one that was plain to be compared."""
 
-    def plan(self, *, may_lead: bool = True) -> Plan:
-        """For the coming step; `may_lead`: a lead would be drafted before it, if the plan has one."""
+    def plan(self, *, may_lead: bool = True, behind: int = 1) -> Plan:
+        """For the coming step.
+
+        Args:
+            may_lead: whether a lead would be drafted before it, if the plan has one.
+            behind: ids the draft has not read yet.
+        """
         if not self._allowed.any():
             return Plan(0, 0, False, "plain: the configuration leaves nothing to draft")
         costs = self.costs
@@ -182,7 +187,7 @@ class GammaController:
         second, share = self._plain_seconds(), self._PROBE_SHARE
         if costs.target_seconds(1) > plain:  # no probe is free, and all that is saved up will be spent
             share = self._COSTLY_PROBE_SHARE
-        self._pooled.purse.save(share * second, most=self._SAVED_STEPS * second)
+        self._probing.save(share * second, most=self._SAVED_STEPS * second)
         if self._plain and self._probing.rests():
             return Plan(0, 0, False, self._why_plain)
         lead, gamma = self._best()
@@ -197,7 +202,7 @@ class GammaController:
                     return Plan(0, 0, False, "plain: to compare")
             return Plan(lead, gamma, gamma > 0, "fixed" if self._allowed.sum() == 1 else "auto")
         self._why_plain = f"plain: drafting {gain:.2f}x of plain decoding"
-        return self._probe(lead, gamma, gain, may_lead=may_lead) or Plan(0, 0, False, self._why_plain)
+        return self._probe(lead, gamma, gain, may_lead=may_lead, behind=behind) or Plan(0, 0, False, self._why_plain)
 
     def observe_reading(self, read: int, behind: int) -> None:
         """The draft read `read` ids of its own for `behind` ids of the target's."""
@@ -275,11 +280,12 @@ class GammaController:
             speed=speed / chances.pace, reading=self._reading,
         )  # fmt: skip
 
-    def _probe(self, lead: int, gamma: int, gain: float, *, may_lead: bool) -> Plan | None:
+    def _probe(self, lead: int, gamma: int, gain: float, *, may_lead: bool, behind: int) -> Plan | None:
         """A small block, if one is due and paid for; with a fast draft a lead of one token too, if paid for.
 
         Where no probe is free it is a step by the best plan, at the price of what that is expected to lose. Where even
         a draft that is always right would not pay, there is only its speed to be learned, at the price of a step.
+        What the draft has to read before comes on top: a lead waits for it, a block slows the target down for as long.
         """
         costs, policy = self.costs, self._policy
         if not self._probing.due():
@@ -287,6 +293,8 @@ class GammaController:
         second, plain, token = costs.target_seconds(1), costs.target_seconds(1, alone=True), self._draft_seconds(1)
         fits = int(second / token) - 1  # one decode less: the draft has to catch up with the context
         # With a draft slower than the target its speed is in doubt, not its guesses: one token tells.
+        reading = costs.draft_seconds(max(1, behind)) - costs.draft_seconds(1)
+        slowed = reading * ((second - plain) / second + policy.contention)
         size = min(max(fits, 2), 4) if fits >= 0 else 1
         size = (
             min(max(size, policy.gamma_min), policy.gamma_max) if policy.draft_budget is None else policy.draft_budget
@@ -297,15 +305,16 @@ class GammaController:
         else:
             probe = Plan(0, size, True, PROBE)
             block = max(second, size * token) - plain + self.acceptance.head * (costs.target_seconds(size) - second)
-            block += policy.contention * second
+            block += policy.contention * second + slowed
         overhead = costs.overhead(drafting=True)
         block += overhead - costs.overhead(drafting=False)
-        cost = block + self._lead_cost(probe.lead, alone=not probe.overlap)
-        one_more = self._lead_cost(1, alone=False)
+        cost = block + self._lead_cost(probe.lead, alone=not probe.overlap) + (reading if probe.lead else 0.0)
+        one_more = self._lead_cost(1, alone=False) + reading
         if second > plain:
             probe = Plan(lead, gamma, gamma > 0, PROBE)
             usual = second if gamma else plain
             cost = max(0.0, 1.0 - gain) * (usual + self._lead_cost(lead, alone=gamma == 0) + overhead)
+            cost += reading if lead else slowed
         elif probe.overlap and policy.lead is None and fits >= 4 and cost + one_more <= self._pooled.purse.seconds:
             probe, cost = replace(probe, lead=1), cost + one_more
         hopeless = self._hopeless()
@@ -314,7 +323,7 @@ class GammaController:
         if not (may_lead or probe.gamma):
             return None  # nothing would be drafted
         gap = self._FREE_GAP if max(second, size * token) <= plain else self._LONGEST_GAP
-        return probe if self._probing.pay(cost, longest_gap=gap, may_rest=hopeless) else None
+        return probe if self._probing.pay(cost, longest_gap=gap, hopeless=hopeless) else None
 
     def _hopeless(self) -> bool:
         """Whether drafting would not pay if all that is drafted were accepted."""

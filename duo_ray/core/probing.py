@@ -11,10 +11,6 @@ class Purse:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def save(self, seconds: float, *, most: float) -> None:
-        """Put so many aside, up to `most` in all."""
-        self.seconds = min(self.seconds + seconds, most)
-
 
 class Probing:
     """Which steps of one request, or rounds of several, are probes.
@@ -22,20 +18,25 @@ class Probing:
     Each comes after twice as many steps as the one before, and only when what it may cost has been saved up.
     """
 
-    _RESTS = 8
+    _RESTS, _LONG_RESTS = 4, 8
 
     def __init__(self, purse: Purse) -> None:
         self.purse = purse
         self._gap = self._wait = 1
         self._resting, self._price = 0, 0.0
 
+    def save(self, seconds: float, *, most: float) -> None:
+        """Put so many aside, up to `most` in all, or to what the last probe that was due would have cost."""
+        self.purse.seconds = min(self.purse.seconds + seconds, max(most, self._price))
+
     def restart(self) -> None:
         """Begin with short gaps again: drafting pays, or has just gone well."""
         self._gap = self._wait = 1
+        self._resting = 0
 
     def rests(self) -> bool:
-        """Whether nothing need be decided in this step, as no probe can be paid yet: planning takes time, too."""
-        if not self._resting or self.purse.seconds >= self._price:
+        """Whether nothing need be decided in this step, and no probe is due and paid: planning takes time, too."""
+        if not self._resting or (self._wait <= 1 and self.purse.seconds >= self._price):
             return False
         self._resting -= 1
         self._wait -= 1
@@ -44,19 +45,20 @@ class Probing:
     def due(self) -> bool:
         """Whether this step may be a probe, if it is paid for; asked once a step."""
         self._wait -= 1
+        self._resting = self._RESTS
         return self._wait <= 0
 
-    def pay(self, seconds: float, *, longest_gap: int, may_rest: bool = False) -> bool:
+    def pay(self, seconds: float, *, longest_gap: int, hopeless: bool = False) -> bool:
         """Take the price of a probe; False where that has not been saved up.
 
         Args:
             longest_gap: steps to the next one, at most.
-            may_rest: whether nothing but a probe can change anything until then.
+            hopeless: nothing but a probe is likely to change anything.
         """
         if seconds > self.purse.seconds:
-            self._resting, self._price = self._RESTS if may_rest else 0, seconds
+            self._resting, self._price = self._LONG_RESTS if hopeless else self._RESTS, seconds
             return False
         self.purse.seconds -= seconds
-        self._resting = 0
+        self._resting, self._price = 0, 0.0
         self._wait = self._gap = min(2 * self._gap, longest_gap)
         return True

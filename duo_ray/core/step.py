@@ -189,7 +189,7 @@ class Decoding(Generic[Probs]):
             return Plan(0, 0, False, obstacle or "no draft")
         first = not self.generation.token_ids
         may_lead = not (first or self._hand.ids)
-        plan = self.controller.plan(may_lead=may_lead) if shared is None else shared
+        plan = self.controller.plan(may_lead=may_lead, behind=self.behind) if shared is None else shared
         # The first token never waits for the draft's prompt pass.
         lead = min(plan.lead, self.generation.remaining - 1) if may_lead else 0
         held = len(self._hand.ids) + max(0, lead)

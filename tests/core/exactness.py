@@ -37,7 +37,7 @@ class Fixed(GammaController):
     def __init__(self, plan):
         self.fixed, self.acceptance = plan, Acceptance()
 
-    def plan(self, *, may_lead=True):
+    def plan(self, *, may_lead=True, behind=1):
         return self.fixed
 
     def calibrate(self, chance, *, won):

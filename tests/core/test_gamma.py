@@ -186,6 +186,24 @@ def test_a_target_that_spreads_is_probed_by_the_best_plan_at_the_price_of_one_pe
     assert earned(steps) >= 0.985 * plain_rate(world)
 
 
+@pytest.mark.parametrize("spread", [1.0, 1.9])
+def test_a_probe_costs_what_the_draft_has_to_read_before_it(spread: float) -> None:
+    costs = calibrated(World(ratio=7, token=0.02, spread=spread))
+    for _ in range(5):
+        costs.observe_draft(64, 8.0)
+    plain = costs.target_seconds(1, alone=True)
+    paid = 0
+    for behind in (1, 64):
+        controller = GammaController(Policy(), costs, known(0.02, 0.02))
+        plans = [controller.plan(behind=behind) for _ in range(2000)]
+        led = sum(plan.reason == PROBE and plan.lead > 0 for plan in plans)
+        assert any(plan.reason == PROBE for plan in plans)
+        if behind == 64:
+            assert led * 7.0 <= 0.02 * 2000 * plain
+            assert led < paid / 5
+        paid = led
+
+
 def test_what_was_saved_up_for_probes_is_there_for_the_next_request() -> None:
     """In answers of 20 tokens none could save up enough for itself."""
     loop, _, costs = start(World(ratio=2, token=0.02, spread=1.5), 0)
