@@ -1,8 +1,9 @@
 """Many requests at once: total speed, fairness and latency, with and without drafting, interleaved in one run.
 
     python -m benchmarks.concurrency [--streams 1,2,4,8,16] [--tokens 64] [--repeats 2] [--out results.json]
+    python -m benchmarks.concurrency --url http://127.0.0.1:8000    # the same of a running service, over HTTP
 
-One pipeline with as many slots as the most streams. For every number of streams the same prompts are answered at once
+One pipeline with as many slots as the most streams (a service has to be started so: models.target.slots=16). For every number of streams the same prompts are answered at once
 with drafting and with drafting off, in alternating order, so that drift of the machine's speed hits both alike. EOS is
 ignored: all streams are equally long.
 """
@@ -16,19 +17,22 @@ import platform
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from http import HTTPStatus
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.progress import track
 
 from benchmarks.pipeline import PROMPTS
 from duo_ray.config import load_config
 from duo_ray.hardware.machine import detect_machine
 from duo_ray.session import Duo
-from duo_ray.types import Finished, Ids
+from duo_ray.types import Finished
 
 TOPICS = ("a lighthouse", "the sea", "winter", "bread", "a clock", "music", "rain", "an old train", "bees", "chess")
 
@@ -38,7 +42,7 @@ class Stream:
     """What one reader saw: when each message came (seconds since the start of all), and how many tokens it brought."""
 
     arrivals: tuple[tuple[float, int], ...]
-    ids: Ids
+    text: str
     stats: dict[str, Any]
 
 
@@ -69,23 +73,55 @@ def prompts(count: int) -> list[str]:
     return [*PROMPTS, *(f"Write a short poem about {topic}." for topic in TOPICS)][:count]
 
 
-def together(duo: Duo, texts: Sequence[str], tokens: int, **options: Any) -> list[Stream]:
+Message = tuple[int, str] | dict[str, Any]
+"""Tokens and text that came together; the statistics at the end."""
+
+
+def through_ray(duo: Duo, prompt: str, tokens: int, *, draft: bool) -> Iterator[Message]:
+    """The answer of a pipeline of one's own."""
+    request = duo.request(prompt, temperature=0.0, max_tokens=tokens, ignore_eos=True, draft=draft)
+    for message in duo.pipeline.stream(request):
+        if isinstance(message, Finished):
+            yield message.stats
+        else:
+            yield len(message.tokens), "".join(token.text for token in message.tokens)
+
+
+def over_http(client: httpx.Client, model: str, prompt: str, tokens: int, *, draft: bool) -> Iterator[Message]:
+    """The answer of a service."""
+    body = {
+        "model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": tokens,
+        "ignore_eos": True, "stream": True, "duo": {"draft": draft, "trace": True},
+    }  # fmt: skip
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != HTTPStatus.OK:
+            raise SystemExit(f"{client.base_url}: {response.read().decode()}")
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                traced = chunk.get("duo", {"tokens": []})
+                if traced["tokens"]:
+                    yield len(traced["tokens"]), "".join(token["text"] for token in traced["tokens"])
+                if "stats" in traced:
+                    yield traced["stats"]
+
+
+def together(ask: Callable[..., Iterator[Message]], texts: Sequence[str], tokens: int, *, draft: bool) -> list[Stream]:
     """Answer all of them at once, a reader's thread for each."""
     streams: list[Stream | None] = [None] * len(texts)
     begin = threading.Barrier(len(texts) + 1)
     started = 0.0
 
     def read(i: int) -> None:
-        request = duo.request(texts[i], temperature=0.0, max_tokens=tokens, ignore_eos=True, **options)
-        begin.wait()
         arrivals: list[tuple[float, int]] = []
-        ids: list[int] = []
-        for message in duo.pipeline.stream(request):
-            if isinstance(message, Finished):
-                streams[i] = Stream(tuple(arrivals), tuple(ids), message.stats)
+        text = ""
+        begin.wait()
+        for message in ask(texts[i], tokens, draft=draft):
+            if isinstance(message, dict):
+                streams[i] = Stream(tuple(arrivals), text, message)
             else:
-                arrivals.append((time.perf_counter() - started, len(message.tokens)))
-                ids += [token.id for token in message.tokens]
+                arrivals.append((time.perf_counter() - started, message[0]))
+                text += message[1]
 
     threads = [threading.Thread(target=read, args=(i,)) for i in range(len(texts))]
     for thread in threads:
@@ -109,7 +145,7 @@ def figures(streams: Sequence[Stream]) -> Figures:
     steps = sum(stream.stats["target_steps"] for stream in streams)
     gammas = [gamma for stream in streams for gamma in stream.stats["gamma_history"]]
     return Figures(
-        tokens_per_s=sum(len(stream.ids) for stream in streams) / max(ends),
+        tokens_per_s=sum(count for stream in streams for _, count in stream.arrivals) / max(ends),
         slowest=max(ends) / min(ends),
         ttft_ms=statistics.median(1000 * stream.arrivals[0][0] for stream in streams),
         between_p50_ms=between[len(between) // 2],
@@ -124,29 +160,51 @@ def figures(streams: Sequence[Stream]) -> Figures:
 def run(counts: Sequence[int], tokens: int, repeats: int, settings: dict[str, object]) -> dict[str, Any]:
     """Every batch, and medians over the repeats."""
     settings = {"models.target.slots": max(counts), "models.target.max_seq_len": 512, **settings}
-    rows = []
     with Duo(load_config(None, settings)) as duo:
-        together(duo, prompts(max(counts)), 16)  # every process has run once
-        for repeat in track(range(repeats), "rounds"):
-            for count in counts if repeat % 2 == 0 else reversed(counts):
-                ways = [{"draft": True}, {"draft": False}]
-                batches = {
-                    way["draft"]: together(duo, prompts(count), tokens, **way) for way in ways[:: (-1) ** repeat]
-                }
-                equal = sum(a.ids == b.ids for a, b in zip(batches[True], batches[False], strict=True))
-                rows.append({"streams": count, "equal": equal} | {d: figures(b) for d, b in batches.items()})
+        rows = measure(partial(through_ray, duo), counts, tokens, repeats)
         target = duo.pipeline.info.target
-        measured = duo.pipeline.describe().measured
+        about = {
+            "target": {"dtype": target.dtype, "cores": target.cores},
+            "measured": duo.pipeline.describe().measured,
+            "settings": settings,
+        }
+    return report(rows, counts, tokens, repeats, about)
+
+
+def run_service(url: str, counts: Sequence[int], tokens: int, repeats: int) -> dict[str, Any]:
+    """The same of a running service."""
+    with httpx.Client(base_url=url, timeout=600) as client:
+        model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        rows = measure(partial(over_http, client, model), counts, tokens, repeats)
+    return report(rows, counts, tokens, repeats, {"url": url, "model": model})
+
+
+def measure(
+    ask: Callable[..., Iterator[Message]], counts: Sequence[int], tokens: int, repeats: int
+) -> list[dict[Any, Any]]:
+    """Every batch."""
+    rows = []
+    together(ask, prompts(max(counts)), 16, draft=True)  # every process has run once
+    for repeat in track(range(repeats), "rounds"):
+        for count in counts if repeat % 2 == 0 else reversed(counts):
+            ways = (True, False)[:: (-1) ** repeat]
+            batches = {draft: together(ask, prompts(count), tokens, draft=draft) for draft in ways}
+            equal = sum(a.text == b.text for a, b in zip(batches[True], batches[False], strict=True))
+            rows.append({"streams": count, "equal": equal} | {d: figures(b) for d, b in batches.items()})
+    return rows
+
+
+def report(
+    rows: list[dict[Any, Any]], counts: Sequence[int], tokens: int, repeats: int, about: dict[str, Any]
+) -> dict[str, Any]:
     machine = detect_machine()
     return {
         "when": time.strftime("%Y-%m-%d"),
         "machine": {"cpu": machine.cpu, "cores": len(machine.cores), "python": platform.python_version()},
         "versions": {name: version(name) for name in ("ray", "torch", "transformers", "llama-cpp-python")},
-        "target": {"dtype": target.dtype, "cores": target.cores},
-        "settings": settings,
+        **about,
         "tokens": tokens,
         "repeats": repeats,
-        "measured": measured,
         "batches": rows,
         "summary": {count: summary([row for row in rows if row["streams"] == count]) for count in counts},
     }
@@ -186,11 +244,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the pipeline")
+    parser.add_argument("--url", help="of a running service, which is asked instead of a pipeline of one's own")
     parser.add_argument("--out", type=Path, help="write everything measured to this JSON file")
     arguments = parser.parse_args()
     counts = [int(part) for part in arguments.streams.split(",")]
     settings: dict[str, object] = dict(item.split("=", 1) for item in arguments.set)
-    result = run(counts, arguments.tokens, arguments.repeats, settings)
+    if arguments.url:
+        result = run_service(arguments.url, counts, arguments.tokens, arguments.repeats)
+    else:
+        result = run(counts, arguments.tokens, arguments.repeats, settings)
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1, default=asdict))
     columns = list(next(iter(result["summary"].values())))
@@ -198,7 +260,7 @@ def main() -> None:
     print("|---" * (len(columns) + 1) + "|")
     for count, row in result["summary"].items():
         print(f"| {count} | " + " | ".join(row.values()) + " |")
-    print(f"target: {result['target']}; measured: {result['measured']}")
+    print({name: result[name] for name in ("target", "measured", "url", "model") if name in result})
 
 
 if __name__ == "__main__":

@@ -22,6 +22,13 @@ _PER_TOKEN: dict[str, Callable[[int], Any]] = {
 """Arrays with an entry for each id, and what stands for an id that is only padding of the embedding."""
 
 
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Llama 3 and Qwen 2 split a text, but for the digits that stay together."""
+_DIGITS = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
+
+
 def write_tokenizer(writer: Any, folder: Path, source: Path | None, size: int) -> None:
     """Add the tokenizer and the chat template to a `GGUFWriter`.
 
@@ -67,7 +74,8 @@ def _translate(writer: Any, folder: Path, size: int) -> None:
         kind = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
         if added["content"] == model.get("unk_token") and sentencepiece:
             kind = TokenType.UNKNOWN
-        entries[added["id"]] = (added["content"], kind)
+        if added["id"] < size:  # Gemma 3 has one behind its embedding, for images
+            entries[added["id"]] = (added["content"], kind)
     count = max(entries) + 1
     if count > size:
         raise DistillationError(f"{folder}: the tokenizer has {count} tokens, the embedding only {size} rows")
@@ -118,10 +126,8 @@ def _splitting_rule(folder: Path, content: Mapping[str, Any]) -> str:
         return "gpt-2"
     if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
         return "smollm"
-    if len(patterns) == 1 and r"\p{N}{1,3}" in patterns[0]:
-        return "llama-bpe"
-    if len(patterns) == 1 and r"|\p{N}|" in patterns[0]:
-        return "qwen2"
+    if len(patterns) == 1 and (name := next((n for n, digits in _DIGITS.items() if patterns[0] == _SPLIT % digits), None)):
+        return name
     raise DistillationError(f"{folder}: llama.cpp's name of this splitting rule is not known here: {json.dumps(rule)}")
 
 

@@ -59,8 +59,8 @@ class Program:
 
 @pytest.fixture(scope="session")
 def service() -> Iterator[Service]:
-    """`serve run` with a settings file, on a cluster of its own that wants a token."""
-    gcs, client, http = free_ports(3)
+    """`serve deploy` with a settings file, onto a cluster of its own that wants a token."""
+    gcs, client, http, dashboard = free_ports(4)
     arguments = {**SMALL, "serving.queue": QUEUE, "serving.drain_s": 5.0}
     application = {"name": "default", "import_path": "deployments:app", "args": arguments}
     with ExitStack() as stack:
@@ -69,12 +69,17 @@ def service() -> Iterator[Service]:
         found = Service(*addresses, directory)
         settings = directory / "serve.yaml"
         settings.write_text(yaml.safe_dump({"http_options": {"port": http}, "applications": [application]}))
-        start = ["ray", "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false"]
+        start = ["ray", "start", "--head", "--block", "--num-cpus=2", f"--dashboard-port={dashboard}"]
         start += [f"--port={gcs}", f"--ray-client-server-port={client}", f"--object-store-memory={200 * 2**20}"]
         head = stack.enter_context(running(start, directory))
         head.wait_until(lambda: listening(gcs) and listening(client))
-        run = stack.enter_context(running(["serve", "run", f"--address={found.ray_address}", str(settings)], directory))
-        run.wait_until(lambda: healthy(found.url))
+        head.wait_until(lambda: listening(dashboard))
+        deploy = ["deploy", f"--address=http://127.0.0.1:{dashboard}", str(settings)]
+        done = subprocess.run(
+            [str(Path(sys.executable).with_name("serve")), *deploy], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        head.wait_until(lambda: healthy(found.url))
         yield found
 
 

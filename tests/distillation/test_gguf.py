@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from duo_ray.distillation.gguf_file import check_exportable, gemma_layer_types, write_gguf
+from duo_ray.distillation.gguf_tokenizer import _DIGITS, _SPLIT
 from duo_ray.distillation.student import Source, check_student, kept_layers, make_student
 from duo_ray.distillation.workspace import DistillationError
 from duo_ray.models.catalog import TargetFiles
@@ -67,9 +68,27 @@ def test_llama_cpp_writes_the_same_greedy_text_as_transformers(name, tokenizer, 
     np.testing.assert_allclose(found, expected, atol=0.05)  # llama.cpp keeps keys and values in 16 bits
 
 
-@pytest.mark.parametrize(
-    "backend", [byte_level(), sentencepiece(start=True), sentencepiece(start=False)], ids=["gpt2", "llama2", "gemma"]
-)
+def split_first(pattern: str) -> Backend:
+    """Bytes merged within what a pattern splits, as Llama 3 and Qwen 2 do."""
+    backend = byte_level()
+    steps = [
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return backend
+
+
+BACKENDS = {
+    "gpt2": byte_level(),
+    "llama2": sentencepiece(start=True),
+    "gemma": sentencepiece(start=False),
+    "llama3": split_first(_SPLIT % _DIGITS["llama-bpe"]),
+    "qwen2": split_first(_SPLIT % _DIGITS["qwen2"]),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 def test_the_tokenizer_is_the_same_in_llama_cpp(backend, tmp_path):
     folder = write_model(
         tmp_path / "student", small_config("llama", 400), write_tokenizer(tmp_path / "tokenizer", backend)
@@ -140,6 +159,12 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_refused(tmp_path):
     folder = write_model(tmp_path / "student", small_config("llama", 400), tokenizer)
     with pytest.raises(DistillationError, match="splitting rule"):
         write_gguf(folder, None, tmp_path / "student.gguf", "student")
+    unlike = split_first(_SPLIT % r"\p{N}{1,4}")
+    strange = write_model(
+        tmp_path / "strange", small_config("llama", 400), write_tokenizer(tmp_path / "unlike", unlike)
+    )
+    with pytest.raises(DistillationError, match="splitting rule"):
+        write_gguf(strange, None, tmp_path / "student.gguf", "student")
     with pytest.raises(DistillationError, match="splitting rule"):  # before anything is trained
         check_student(str(folder), target_files(folder), layers=2, student=None)
 
