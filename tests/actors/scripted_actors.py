@@ -120,6 +120,7 @@ class ScriptedDraftActor(_Recording):
     def __init__(self, seconds: float, quants: Mapping[str, tuple[float, float]] | None = None) -> None:
         """`quants`: for each quantisation, a factor of `seconds` and how much of its table is not the target's."""
         super().__init__(seconds)
+        self._abandoned: list[str] = []
         self._slowness = {"Q8_0": 1.0}
         self._models = {"Q8_0": _draft(0.2)}
         if quants is not None:
@@ -134,6 +135,13 @@ class ScriptedDraftActor(_Recording):
         with self._busy:
             for model in self._models.values():
                 model.release(request_id)
+
+    def abandon(self, request_id: str) -> None:
+        self._abandoned.append(request_id)
+
+    def abandoned(self) -> list[str]:
+        """Requests for which it was told to read no further."""
+        return self._abandoned
 
     def adapt(self, _tokenizer: Tokenizer) -> DraftInfo:
         timings = {

@@ -76,9 +76,8 @@ def run(scenario, settings, models):
 
     result = asyncio.run(asyncio.wait_for(whole(), 240))
     # A release of the draft that "last" did not go to may still wait behind a job of a request that has ended.
-    fine = ([set(), set(), set()], [{"last"}, set(), set()], [{"last"}, {"last"}, set()])
     deadline = time.monotonic() + 60
-    while (held := [ray.get(actor.held.remote()) for actor in (target, *drafts)]) not in fine:
+    while not all(each <= {"last"} for each in (held := [ray.get(a.held.remote()) for a in (target, *drafts)])):
         assert time.monotonic() < deadline, held
         time.sleep(0.1)
     for actor in (target, *drafts):
@@ -225,6 +224,21 @@ def test_a_queued_request_whose_stream_is_closed_gives_up_its_place(settings, mo
 
     run(scenario, settings, models)
     assert not any("gone" in call for call in passes(models))
+
+
+def test_a_draft_at_work_for_a_cancelled_request_is_told_at_once_and_not_for_one_that_ends(settings, models):
+    draft = ray.remote(ScriptedDraftActor).options(num_cpus=0).remote(0.2)
+
+    async def scenario(coordinator):
+        await read(coordinator, request("ends", tokens=12))
+        reader = asyncio.create_task(read(coordinator, request("cancelled", tokens=300, draft_budget=8)))
+        while not any("cancelled" in str(call) for call in ray.get(draft.calls.remote())):
+            await asyncio.sleep(0.01)
+        await coordinator.cancel("cancelled")
+        await reader
+        return ray.get(draft.abandoned.remote())
+
+    assert run(scenario, settings, (models[0], [draft])) == ["cancelled"]
 
 
 def test_cancelling_while_the_target_restarts_does_not_wait_for_it(settings, cluster, tmp_path):
