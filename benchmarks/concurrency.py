@@ -3,9 +3,9 @@
     python -m benchmarks.concurrency [--streams 1,2,4,8,16] [--tokens 64] [--repeats 2] [--out results.json]
     python -m benchmarks.concurrency --url http://127.0.0.1:8000    # the same of a running service, over HTTP
 
-One pipeline with as many slots as the most streams (a service has to be started so: models.target.slots=16). For every number of streams the same prompts are answered at once
-with drafting and with drafting off, in alternating order, so that drift of the machine's speed hits both alike. EOS is
-ignored: all streams are equally long.
+One pipeline with as many slots as the most streams (a service has to be started so: models.target.slots=16). For every
+number of streams the same prompts are answered at once with drafting and with drafting off, in alternating order, so that
+drift of the machine's speed hits both alike. EOS is ignored: all streams are equally long.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from http import HTTPStatus
@@ -32,7 +33,7 @@ from benchmarks.pipeline import PROMPTS
 from duo_ray.config import load_config
 from duo_ray.hardware.machine import detect_machine
 from duo_ray.session import Duo
-from duo_ray.types import Finished
+from duo_ray.types import DuoRayError, Finished
 
 TOPICS = ("a lighthouse", "the sea", "winter", "bread", "a clock", "music", "rain", "an old train", "bees", "chess")
 
@@ -95,10 +96,12 @@ def over_http(client: httpx.Client, model: str, prompt: str, tokens: int, *, dra
     }  # fmt: skip
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != HTTPStatus.OK:
-            raise SystemExit(f"{client.base_url}: {response.read().decode()}")
+            raise DuoRayError(f"{client.base_url}: {response.read().decode()}")
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    raise DuoRayError(f"{client.base_url}: {chunk['error']['message']}")
                 traced = chunk.get("duo", {"tokens": []})
                 if traced["tokens"]:
                     yield len(traced["tokens"]), "".join(token["text"] for token in traced["tokens"])
@@ -108,29 +111,26 @@ def over_http(client: httpx.Client, model: str, prompt: str, tokens: int, *, dra
 
 def together(ask: Callable[..., Iterator[Message]], texts: Sequence[str], tokens: int, *, draft: bool) -> list[Stream]:
     """Answer all of them at once, a reader's thread for each."""
-    streams: list[Stream | None] = [None] * len(texts)
     begin = threading.Barrier(len(texts) + 1)
     started = 0.0
 
-    def read(i: int) -> None:
+    def read(prompt: str) -> Stream:
         arrivals: list[tuple[float, int]] = []
-        text = ""
+        text, stats = "", dict[str, Any]()
         begin.wait()
-        for message in ask(texts[i], tokens, draft=draft):
+        for message in ask(prompt, tokens, draft=draft):
             if isinstance(message, dict):
-                streams[i] = Stream(tuple(arrivals), text, message)
+                stats = message
             else:
                 arrivals.append((time.perf_counter() - started, message[0]))
                 text += message[1]
+        return Stream(tuple(arrivals), text, stats)
 
-    threads = [threading.Thread(target=read, args=(i,)) for i in range(len(texts))]
-    for thread in threads:
-        thread.start()
-    started = time.perf_counter()
-    begin.wait()
-    for thread in threads:
-        thread.join()
-    return [stream for stream in streams if stream is not None]
+    with ThreadPoolExecutor(len(texts)) as pool:
+        reading = [pool.submit(read, text) for text in texts]
+        started = time.perf_counter()
+        begin.wait()
+        return [each.result() for each in reading]
 
 
 def figures(streams: Sequence[Stream]) -> Figures:
@@ -248,6 +248,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write everything measured to this JSON file")
     arguments = parser.parse_args()
     counts = [int(part) for part in arguments.streams.split(",")]
+    if arguments.url and arguments.set:
+        parser.error("--set is for a pipeline of one's own: start the service of --url with these settings")
     settings: dict[str, object] = dict(item.split("=", 1) for item in arguments.set)
     if arguments.url:
         result = run_service(arguments.url, counts, arguments.tokens, arguments.repeats)

@@ -4,8 +4,8 @@
 
 The demo model in transformers (float32, bfloat16, int8, int4) and in llama.cpp (several quantisations), each with the
 Q2_K draft. Baselines: the form alone on the cores it has while no draft works (in llama.cpp all, where that is faster),
-alone on all cores, and for a .gguf file llama-cpp-python by itself on all cores, without actors. `--shaped` adds a target of a billion weights in llama.cpp whose draft is right for 80%
-of the tokens, by construction (`benchmarks.shaped`).
+alone on all cores, and for a .gguf file llama-cpp-python by itself on all cores, without actors. `--shaped` adds a target
+of a billion weights in llama.cpp whose draft is right for 80% of the tokens, by construction (`benchmarks.shaped`).
 """
 
 from __future__ import annotations
@@ -157,7 +157,9 @@ def measure_form(name: str, form: Form, tokens: int) -> tuple[dict[str, Any], li
             "all": partial(measure, whole),
         }
         answers: dict[str, list[Answer]] = {way: [] for way in ways}
-        peer = stack.enter_context(closing(_plain(form))) if form.settings["models.target.engine"] == "llama_cpp" else None
+        peer = (
+            stack.enter_context(closing(_plain(form))) if form.settings["models.target.engine"] == "llama_cpp" else None
+        )
         for ask in ways.values():
             ask(form.prompts[0], 24)
         by_peer: list[float] = []
@@ -194,9 +196,7 @@ def _plain(form: Form) -> Peer:
     """llama.cpp without this project, on all cores."""
     path = str(form.settings["models.target.model"])
     return Peer(
-        PeerSettings(
-            "llama.cpp", path, path, None, "float32", "cpu", len(detect_machine().cores), _CONTEXT, eos_ids=()
-        )
+        PeerSettings("llama.cpp", path, path, None, "float32", "cpu", len(detect_machine().cores), _CONTEXT, eos_ids=())
     )
 
 

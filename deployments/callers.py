@@ -59,13 +59,18 @@ class Callers:
             del self._callers[request_id]
 
     async def _look(self) -> None:
+        told = True
         while self._callers:
             try:
                 dead = await asyncio.to_thread(self._dead, set(self._callers.values()))
                 for request_id in [each for each, caller in self._callers.items() if caller in dead]:
                     await self._end(request_id)
             except Exception:  # Ray's head may be on its way back; the next look tells
-                logger.warning("who waits for answers cannot be told now", exc_info=True)
+                if told:
+                    logger.warning("who waits for answers cannot be told now", exc_info=True)
+                told = False
+            else:
+                told = True
             await asyncio.sleep(PERIOD_S)
 
 

@@ -20,6 +20,7 @@ from ray.util.placement_group import get_current_placement_group
 
 from deployments.callers import Caller, Callers
 from deployments.openai_api import create_api
+from deployments.runner import HEALTH
 from duo_ray.actors.coordinator import Coordinator
 from duo_ray.actors.launch import plain_error, start_models
 from duo_ray.actors.prepare import prepare
@@ -94,7 +95,8 @@ class Replica:
         """
         request = self._request(prompt, options)
         if self._streams >= self._slots + self.config.serving.queue:
-            self._meter.tally.ended(Ended.REFUSED, 0)
+            if not request.request_id.startswith(HEALTH):
+                self._meter.tally.ended(Ended.REFUSED, 0)
             raise Overloaded(self._streams - self._slots, self.config.serving.retry_after_s)
         self._streams += 1
         try:

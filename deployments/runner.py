@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 PULSE_S = 5.0
 """For how long a token proves that more can be generated."""
-_LOOK_S = 0.1
+_LOOK_S = 0.5
+HEALTH = "health-"
+"""What the ids of health checks begin with."""
 PROBE_LIMIT_S = 20.0
 """How long the one-token request of a health check may take."""
 
@@ -107,11 +109,12 @@ class Runner:
             async with asyncio.timeout(PROBE_LIMIT_S):
                 while self._engine.last_token < began:
                     await asyncio.wait([probing], timeout=_LOOK_S)
-                    if probing.done() and not isinstance(probing.exception(), Overloaded):
-                        probing.result()
-                        break
                     if probing.done():
+                        if not isinstance(probing.exception(), Overloaded):
+                            probing.result()
+                            break
                         await asyncio.sleep(_LOOK_S)
+                        probing = asyncio.create_task(self._ask())
         except TimeoutError:
             self._fail(f"no token could be generated within {PROBE_LIMIT_S:g} s")
         except Exception as error:
@@ -122,7 +125,7 @@ class Runner:
 
     async def _ask(self) -> None:
         request = Request(
-            request_id=f"health-{secrets.token_hex(12)}",
+            request_id=f"{HEALTH}{secrets.token_hex(12)}",
             prompt=tuple(self._engine.tokenizer.encode_part("a")),
             sampling=SamplingParams(temperature=0.0),
             max_tokens=1,

@@ -11,13 +11,20 @@ from typing import Any
 from duo_ray.session import Answer, Duo, Prompt
 from duo_ray.types import DuoRayError, Token
 
-RESOLUTION = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11, "F32": 2.0**-11, "F16": 2.0**-11, "BF16": 2.0**-8}
+RESOLUTION = {
+    "float32": 0.0,
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-11,
+    "F32": 2.0**-11,
+    "F16": 2.0**-11,
+    "BF16": 2.0**-8,
+}
 """Relative spacing of the numbers a precision can tell apart (half a unit in the last place); float32 has no excuse.
 llama.cpp's types in capitals: it keeps what was read in 16 bits, whatever the weights are."""
 
 GGUF_RESOLUTION = 2.0**-6
-"""The same for quantised weights in llama.cpp, which rounds activations to 8 bits: between passes of one token and of several the
-best logit of a 135M Q4_1 model moved by up to 0.42 over 96 positions."""
+"""The same for quantised weights in llama.cpp, which rounds activations to 8 bits: between passes of one token and of
+several the best logit of a 135M Q4_1 model moved by up to 0.42 over 96 positions."""
 
 LARGEST_LOGIT = 32.0
 """Logits of language models stay below this: two that differ by less than `RESOLUTION` of it may trade places."""

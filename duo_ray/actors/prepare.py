@@ -39,6 +39,7 @@ from duo_ray.models.vocabulary import TokenizerVocabulary, chat_opening
 Progress = Callable[[str, float | None], None]
 """Told what start-up is busy with, and how much of it is done (0 to 1, None: unknown)."""
 
+_LEAST_CONTEXT = 256
 _WARM_UP_SHAPES = 6
 _CALIBRATION = 3
 """Changes when what is kept of a start comes to mean something else."""
@@ -233,11 +234,12 @@ def check_file(config: Config, plan: Plan, machine: Machine) -> None:
     """
     target = config.models.target
     path = gguf_target(target.model)
-    if path is None or plan.device != "cpu":
+    if path is None or plan.device != "cpu" or target.quantization != "none":
         return
-    least = gguf_memory(read_gguf(path), tokens=1, slots=1)
-    if target.engine == "transformers" and target.quantization == "none":
-        least = replace(least, weights=2 * least.parameters)
+    packed = gguf_memory(read_gguf(path), tokens=_LEAST_CONTEXT, slots=1)
+    unpacked = replace(packed, weights=2 * packed.parameters)
+    choices = {"llama_cpp": packed, "transformers": unpacked}
+    least = choices.get(target.engine) or min(choices.values(), key=lambda memory: memory.total)
     check_memory({"target": least}, machine.memory_available, "memory")
 
 

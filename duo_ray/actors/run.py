@@ -57,6 +57,8 @@ class Run(Generic[Probs]):
         self._pending: asyncio.Task[tuple[DraftBlock, Probs | None]] | None = None
         self._draft_fault: str | None = None
         self._in_step = False
+        self._comparable = False
+        """Whether the overhead of the step before says something beside that of this one."""
         self._chunk = 1
         if self._draft is not None:
             self._draft.requests += 1
@@ -103,7 +105,7 @@ class Run(Generic[Probs]):
     async def _step(self, emit: Callable[[list[Token]], None]) -> None:
         decoding, stats = self.decoding, self._stats
         await self._rounds.join(self)
-        began = self._clock()
+        began, late = self._clock(), self._pending is not None
         lead = await self._lead()
         await self._rounds.all_led()
         sent, job = self._clock(), None
@@ -129,7 +131,7 @@ class Run(Generic[Probs]):
         if first:
             self._stepped(None)
             return
-        self._account(Span(began, stats.ended), judgement, lead, block)
+        self._account(Span(began, stats.ended), judgement, lead, block, late=late or self._pending is not None)
 
     @property
     def _draft_name(self) -> str:
@@ -232,12 +234,18 @@ class Run(Generic[Probs]):
             return self._draft_fault or "no draft"
         return None if self._draft.available else "draft not available"
 
-    def _account(self, wall: Span, judgement: Judgement, lead: DraftBlock | None, block: DraftBlock | None) -> None:
+    def _account(
+        self, wall: Span, judgement: Judgement, lead: DraftBlock | None, block: DraftBlock | None, *, late: bool
+    ) -> None:
+        """Note a step's times; `late`: a block came that an earlier step had asked for, or one is still to come."""
         lead_seconds = lead.span.seconds if lead is not None else 0.0
         block_seconds = block.span.seconds if block is not None else 0.0
         overhead = self._stats.timed(wall, judgement.span, lead_seconds, block_seconds)
-        asked = self.decoding.current_plan
-        self._costs.observe_overhead(overhead, drafting=bool(asked.lead or asked.gamma or asked.read))
+        asked, before = self.decoding.current_plan, self._comparable
+        self._comparable = not late and len(self._rounds) == 1
+        if not late:
+            drafting = bool(asked.lead or asked.gamma or asked.read)
+            self._costs.observe_overhead(overhead, drafting=drafting, follows=before and self._comparable)
         plain = self._costs.target_seconds(judgement.requests, alone=True)
         self._stepped(StepTimes(judgement.span.seconds, overhead, plain))
         self._note("coordinator", "step", wall)
@@ -252,9 +260,9 @@ class Run(Generic[Probs]):
         self._target.release(request_id)
         if self._draft is not None:
             self._draft.requests -= 1
-            if self._pending is not None and not self.decoding.finished:
-                self._draft.abandon(request_id)  # a long prompt takes it seconds
             self._draft.release(request_id)
         if self._pending is not None:
             # The job may still run; its answer is of no use to anyone.
             self._pending.cancel()
+            if self._draft is not None and not self.decoding.finished:
+                self._draft.abandon(request_id)  # a long prompt takes it seconds

@@ -148,8 +148,9 @@ class SharedBudget:
         if not self._allowed.any():
             return [Plan(0, 0, False, "plain: the configuration leaves nothing to draft")] * len(seats)
         plain, crowd = self.costs.target_seconds(rows, alone=True), (len(seats), rows, self.costs)
-        self._probing.save(self._PROBE_SHARE * plain, most=self._SAVED_ROUNDS * plain)
+        saved, most = self._PROBE_SHARE * plain, self._SAVED_ROUNDS * plain
         if self._plain and self._planned == crowd and self._probing.rests():
+            self._probing.save(saved, most=most)
             return [Plan(0, 0, False, self._why_plain)] * len(seats)
         self._planned = crowd
         drafting, shared, gain = self._best(seats, rows, drafts)
@@ -157,6 +158,7 @@ class SharedBudget:
             self._probing.restart()
             plans = self._turn(seats, drafting, shared, rows)
         else:
+            self._probing.save(saved, most=most)
             self._why_plain = f"plain: drafting {gain:.2f}x of plain decoding, {rows} requests"
             plans = [Plan(0, 0, False, self._why_plain)] * len(seats)
             # One that has little to read, else the one that has waited longest.

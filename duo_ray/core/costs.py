@@ -147,7 +147,7 @@ class _Overhead:
     """Seconds of a step beside both models' work, and what a step that drafts has more of that than a plain one.
 
     Steps of both kinds tell the level. What drafting adds is learned only where steps of the two kinds follow each
-    other: at other times the machine may have been another one.
+    other in one request: at other times the machine may have been another one.
     """
 
     _KEPT, _ENOUGH = 15, 3
@@ -165,8 +165,8 @@ class _Overhead:
         overhead._extras.extend([drafting - plain] * cls._ENOUGH)
         return overhead
 
-    def observe(self, seconds: float, *, drafting: bool) -> None:
-        if self._last is not None and self._last[0] != drafting:
+    def observe(self, seconds: float, *, drafting: bool, follows: bool) -> None:
+        if follows and self._last is not None and self._last[0] != drafting:
             more = seconds - self._last[1]
             self._extras.append(more if drafting else -more)
         self._last = drafting, seconds
@@ -233,13 +233,15 @@ class Costs:
         if read >= _WIDE:
             self.observe_draft(read, longest.prompt_seconds)
 
-    def observe_overhead(self, seconds: float, *, drafting: bool) -> None:
+    def observe_overhead(self, seconds: float, *, drafting: bool, follows: bool = True) -> None:
         """Wall time of a step minus max(T_target, draft time); below zero counts as zero.
 
-        `drafting`: something was asked of the draft in it.
+        Args:
+            drafting: something was asked of the draft in it.
+            follows: the one observed before was the step before, of the same request, and both were alone at work.
         """
         if not self._is_frozen and math.isfinite(seconds):
-            self._overhead.observe(max(0.0, seconds), drafting=drafting)
+            self._overhead.observe(max(0.0, seconds), drafting=drafting, follows=follows)
 
     def target_seconds(self, tokens: float, *, alone: bool = False) -> float:
         """Estimate of T_target(tokens)."""
@@ -255,8 +257,8 @@ class Costs:
 
     @property
     def both_overheads_known(self) -> bool:
-        """Whether steps of both kinds have followed each other a few times."""
-        return self._overhead.both_known
+        """Whether steps of both kinds have followed each other a few times, or cannot teach anything any more."""
+        return self._is_frozen or self._overhead.both_known
 
     def target_curve(self, tokens: Array | float, *, alone: bool = False) -> Array:
         """`target_seconds` for an array of token counts, fractions allowed."""

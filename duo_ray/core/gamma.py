@@ -20,6 +20,8 @@ from duo_ray.core.acceptance import Acceptance
 from duo_ray.core.costs import LARGEST, Array, Costs
 from duo_ray.core.probing import Probing
 
+COMPARE = "compare"
+"""The reason of a plain step among others, whose overhead is to be compared with theirs."""
 PROBE = "probe"
 """The reason of a plan that drafts only to keep the estimates alive while a request decodes plainly."""
 
@@ -124,7 +126,9 @@ def tokens_per_second(
     beside, alone = (costs.target_curve(leads + 1.0, alone=each)[:, None] for each in (False, True))
     plain, overhead = (costs.overhead(drafting=each) for each in (False, True))
     overheads = np.where((leads[:, None] > 0) | (gammas > 0), overhead, plain)
-    empty_seconds = lead_seconds[:, None] + np.maximum(np.where(gammas > 0, beside, alone), drafting[None, :]) + overheads
+    empty_seconds = (
+        lead_seconds[:, None] + np.maximum(np.where(gammas > 0, beside, alone), drafting[None, :]) + overheads
+    )
     hand_seconds = np.maximum(costs.target_curve(tails + 1.0), drafting) + overhead
     bet = np.where(gammas > 0, head, 0.0)
     to_hand = a ** leads[:, None] * bet
@@ -146,7 +150,7 @@ class GammaController:
     been saved up from 2% of the time of plain decoding (1% where a target alone is faster than one beside a draft). A
     bet won by a probe is followed by another at once.
 
-    While drafting gains little, a few steps are plain ones, until it is known how the overheads of both differ.
+    While drafting gains little, a step now and then is a plain one: how the overheads of both differ counts then.
     """
 
     _LEAVE, _RETURN = 1.01, 1.04
@@ -154,9 +158,10 @@ class GammaController:
     _PROBE_SHARE, _COSTLY_PROBE_SHARE = 0.02, 0.01
     _SAVED_STEPS = 2.0
     _FREE_GAP, _LONGEST_GAP = 6, 256
-    _DOUBTFUL, _COMPARED = 1.3, 4
-    """A gain below which the overheads of both kinds of steps have to be known, and how many steps draft until then
-    before a plain one."""
+    _DOUBTFUL = 1.3
+    """A gain below which it counts how the overheads of both kinds of steps differ."""
+    _COMPARED, _COMPARED_AGAIN, _COMPARISONS = 4, 100, 4
+    """How many steps draft before a plain one, while that is not known, up to so many of them, and afterwards."""
 
     def __init__(self, policy: Policy, costs: Costs, acceptance: Acceptance) -> None:
         self.acceptance = acceptance.for_request()
@@ -170,8 +175,8 @@ class GammaController:
         self._reading = 1.0
         self._plain, self._why_plain = False, ""
         self._probing = Probing(acceptance.purse)
-        self._drafted = 0
-        """Steps since the last one that was plain to be compared."""
+        self._drafted = self._comparisons = 0
+        """Steps since the last one that was plain to be compared, and how many there were of those."""
 
     def plan(self, *, may_lead: bool = True, behind: int = 1) -> Plan:
         """For the coming step.
@@ -196,13 +201,20 @@ class GammaController:
         if not self._plain:
             self._probing.restart()
             self._drafted += 1
-            if self._policy.fallback and gain < self._DOUBTFUL and self._drafted > self._COMPARED:
-                self._drafted = 0
-                if not costs.both_overheads_known:
-                    return Plan(0, 0, False, "plain: to compare")
+            if self._policy.fallback and gain < self._DOUBTFUL and self._compares():
+                return Plan(0, 0, False, COMPARE)
             return Plan(lead, gamma, gamma > 0, "fixed" if self._allowed.sum() == 1 else "auto")
         self._why_plain = f"plain: drafting {gain:.2f}x of plain decoding"
         return self._probe(lead, gamma, gain, may_lead=may_lead, behind=behind) or Plan(0, 0, False, self._why_plain)
+
+    def _compares(self) -> bool:
+        """Whether this step is a plain one, so that its overhead can be compared with that of the one before."""
+        known = self.costs.both_overheads_known or self._comparisons >= self._COMPARISONS
+        if self._drafted <= (self._COMPARED_AGAIN if known else self._COMPARED):
+            return False
+        self._drafted = 0
+        self._comparisons += 1
+        return True
 
     def observe_reading(self, read: int, behind: int) -> None:
         """The draft read `read` ids of its own for `behind` ids of the target's."""

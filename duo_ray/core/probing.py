@@ -4,12 +4,14 @@ from __future__ import annotations
 
 
 class Purse:
-    """Seconds that those who decode plainly have saved up for probes."""
+    """What all requests have saved up for probes, seconds."""
 
-    __slots__ = ("seconds",)
+    __slots__ = ("price", "seconds")
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.price = 0.0
+        """Of the last probe that was due and could not be paid."""
 
 
 class Probing:
@@ -23,20 +25,20 @@ class Probing:
     def __init__(self, purse: Purse) -> None:
         self.purse = purse
         self._gap = self._wait = 1
-        self._resting, self._price = 0, 0.0
+        self._resting = 0
 
     def save(self, seconds: float, *, most: float) -> None:
         """Put so many aside, up to `most` in all, or to what the last probe that was due would have cost."""
-        self.purse.seconds = min(self.purse.seconds + seconds, max(most, self._price))
+        self.purse.seconds = min(self.purse.seconds + seconds, max(most, self.purse.price))
 
     def restart(self) -> None:
         """Begin with short gaps again: drafting pays, or has just gone well."""
         self._gap = self._wait = 1
-        self._resting = 0
+        self._resting, self.purse.price = 0, 0.0
 
     def rests(self) -> bool:
         """Whether nothing need be decided in this step, and no probe is due and paid: planning takes time, too."""
-        if not self._resting or (self._wait <= 1 and self.purse.seconds >= self._price):
+        if not self._resting or (self._wait <= 1 and self.purse.seconds >= self.purse.price):
             return False
         self._resting -= 1
         self._wait -= 1
@@ -56,9 +58,9 @@ class Probing:
             hopeless: nothing but a probe is likely to change anything.
         """
         if seconds > self.purse.seconds:
-            self._resting, self._price = self._LONG_RESTS if hopeless else self._RESTS, seconds
+            self._resting, self.purse.price = self._LONG_RESTS if hopeless else self._RESTS, seconds
             return False
         self.purse.seconds -= seconds
-        self._resting, self._price = 0, 0.0
+        self._resting, self.purse.price = 0, 0.0
         self._wait = self._gap = min(2 * self._gap, longest_gap)
         return True

@@ -48,6 +48,8 @@ _HELD_OUT_EVERY = 10
 _MOST_HELD_OUT = 24
 _STOP_SECONDS = 0.5
 """So often a reader of other nodes' answers looks whether it is to stop."""
+_DISK_LEFT = 2**28
+"""Bytes that are left free."""
 LEAST = 16
 """Answers that are written however long they take."""
 
@@ -173,7 +175,8 @@ def read_questions(
             ids = build_request(config, tokenizer, prompt, raw=raw).prompt
             if len(ids) + max_tokens > context:
                 raise DistillationError(
-                    f"{len(ids)} tokens and {max_tokens} of the answer are more than the {context} that target and student hold"
+                    f"{len(ids)} tokens and {max_tokens} of the answer are more than the {context} that target and "
+                    "student hold"
                 )
         except DuoRayError as error:
             bad.append(f"line {number}: {error}")
@@ -197,7 +200,7 @@ def write_answers(
         until: asked before each answer; True ends the work, but not before there is something to train with.
 
     Raises:
-        DuoRayError: a pipeline failed.
+        DuoRayError: a pipeline failed, or the disk is full.
     """
     shards = questions.shards(folder)
     missing = [shard for shard in shards if not shard[2].is_file()]
@@ -213,6 +216,8 @@ def write_answers(
     def write(sample: int, number: int, path: Path) -> int:
         if stop.is_set() or (before + len(begun) >= LEAST and until()):
             return 0
+        if shutil.disk_usage(folder).free < _DISK_LEFT:
+            raise DistillationError(f"{folder}: the disk is nearly full; make room and go on with --resume")
         begun.append(path)
         duo = free.get()
         try:
@@ -287,21 +292,6 @@ def _request(duo: Duo, questions: Questions, sample: int, number: int) -> Reques
     )  # fmt: skip
     # The seed only tells the samples apart; the schedule may go by live times.
     return replace(request, reproducible=False)
-
-
-def check_disk(questions: Questions, folder: Path) -> None:
-    """Refuse what the disk has no room for.
-
-    Raises:
-        DistillationError: the answers would take more than what is free.
-    """
-    tokens = questions.max_tokens * sum(not path.is_file() for _, _, path in questions.shards(folder))
-    free = shutil.disk_usage(folder).free
-    if tokens * _TOKEN_BYTES > free:
-        raise DistillationError(
-            f"{folder}: up to {tokens * _TOKEN_BYTES / 2**30:.1f} GiB of answers, {free / 2**30:.1f} GiB are free: ask "
-            "for fewer or shorter ones (--samples, --max-tokens), or write them elsewhere (--out)"
-        )
 
 
 def describe_work(duos: Sequence[Duo], questions: Questions, folder: Path) -> str:

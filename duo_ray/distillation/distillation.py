@@ -18,7 +18,6 @@ from duo_ray.distillation.data import (
     LEAST,
     Progress,
     Questions,
-    check_disk,
     describe_work,
     read_questions,
     write_answers,
@@ -135,7 +134,8 @@ def distill(
     progress("making the student", None)
     make_student(workspace.student, source, layers=task.layers if task.student is None else None)
     first, *others = workspace.stages(on_policy=task.on_policy)
-    if not first.trained.is_dir() and not any(first.checkpoints.glob("*")):  # it goes on with what it began with
+    # A training that has begun goes on with what it began with.
+    if not first.trained.is_dir() and not any(first.checkpoints.glob("*/trainer_state.json")):
         _answer(workspace, questions, config, replicas, clock, start, say, progress)
     training, testing = questions.split(workspace.answers)
     if source.own_vocabulary:
@@ -177,7 +177,6 @@ def _answer(
     there = sum(path.is_file() for _, _, path in shards)
     if there == len(shards) or (there >= LEAST and clock.left(DATA_SHARE) < 0):
         return
-    check_disk(questions, workspace.answers)
 
     def watched(text: str, share: float | None) -> None:
         clock.keep()

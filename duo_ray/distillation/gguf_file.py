@@ -195,8 +195,8 @@ def _check_vocabulary(path: Path, tokenizer: Tokenizer, folder: Path) -> None:
     with LlamaVocabulary.open(path) as theirs:
         report, _ = compare(ours, theirs)
         if not report.same:
-            raise DistillationError(f"llama.cpp reads another vocabulary than that of {folder}: {report.first_difference}")
-        if ours.opening(SAMPLE) != theirs.opening(SAMPLE):
             raise DistillationError(
-                f"llama.cpp splits text into other tokens than the tokenizer of {folder} does"
+                f"llama.cpp reads another vocabulary than that of {folder}: {report.first_difference}"
             )
+        if ours.opening(SAMPLE) != theirs.opening(SAMPLE):
+            raise DistillationError(f"llama.cpp splits text into other tokens than the tokenizer of {folder} does")

@@ -22,9 +22,7 @@ _PER_TOKEN: dict[str, Callable[[int], Any]] = {
 """Arrays with an entry for each id, and what stands for an id that is only padding of the embedding."""
 
 
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """How Llama 3 and Qwen 2 split a text, but for the digits that stay together."""
 _DIGITS = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
 
@@ -126,7 +124,9 @@ def _splitting_rule(folder: Path, content: Mapping[str, Any]) -> str:
         return "gpt-2"
     if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
         return "smollm"
-    if len(patterns) == 1 and (name := next((n for n, digits in _DIGITS.items() if patterns[0] == _SPLIT % digits), None)):
+    if len(patterns) == 1 and (
+        name := next((n for n, digits in _DIGITS.items() if patterns[0] == _SPLIT % digits), None)
+    ):
         return name
     raise DistillationError(f"{folder}: llama.cpp's name of this splitting rule is not known here: {json.dumps(rule)}")
 

@@ -128,7 +128,9 @@ def _cut(folder: Path, count: int) -> Any:
         config.layer_types = [config.layer_types[i] for i in kept]
     new = {old: place for place, old in enumerate(kept)}
     weights = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    index = folder / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    for file in sorted(folder / name for name in names):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - no mapping
                 layer = _LAYER.match(name)
@@ -138,7 +140,8 @@ def _cut(folder: Path, count: int) -> Any:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
-    missing = set(model.state_dict()) - set(weights) - set(model._tied_weights_keys or ())
+    tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
+    missing = set(model.state_dict()) - set(weights) - tied
     if missing:
         raise DistillationError(f"{folder} has no weights {min(missing)}: name a --student, or another target")
     return model

@@ -273,19 +273,20 @@ def train(
     silenced()
     tested = _batches(testing)
     model = load_model(stage.start)
-    if cut:
+    plan = read_json(stage.plan)
+    if cut if plan is None else plan.get("frozen"):
         for shared in (model.get_input_embeddings(), model.get_output_embeddings()):
             shared.requires_grad_(False)
-    plan = read_json(stage.plan)
     if plan is None:
         progress("measuring a step", None)
-        plan = _plan(model, training, tested, divergence, device, clock.left(share))
+        how = {"frozen": cut, "learning_rate": CUT_LEARNING_RATE if cut else LEARNING_RATE}
+        plan = {**_plan(model, training, tested, divergence, device, clock.left(share)), **how}
     precision = plan["precision"]
     arguments = _OneDevice(
         output_dir=str(stage.checkpoints),
         max_steps=plan["steps"],
         per_device_train_batch_size=BATCH,
-        learning_rate=CUT_LEARNING_RATE if cut else LEARNING_RATE,
+        learning_rate=plan.get("learning_rate", LEARNING_RATE),
         lr_scheduler_type="cosine",
         warmup_steps=round(_WARM_UP * plan["steps"]),
         bf16=precision == "bfloat16",
@@ -344,7 +345,9 @@ def last_checkpoint(folder: Path) -> str | None:
         else:
             whole[state["global_step"]] = path
             if best := state.get("best_model_checkpoint"):
-                write_json(path / "trainer_state.json", {**state, "best_model_checkpoint": str(folder / Path(best).name)})
+                write_json(
+                    path / "trainer_state.json", {**state, "best_model_checkpoint": str(folder / Path(best).name)}
+                )
     return str(whole[max(whole)]) if whole else None
 
 

@@ -62,6 +62,8 @@ class Draft:
     slot: Slot
     held: int
     """How many ids of the context were in the KV cache when the job came."""
+    unread: int = 0
+    """How many of the others were left, as nobody waits any more."""
     branches: list[Branch] = field(default_factory=list)
     pending: list[Branch] = field(default_factory=list)
     """The branches whose last id the next decode takes."""
@@ -101,7 +103,7 @@ class Draft:
             sequences,
             span,
             tuple(self.token_seconds),
-            self.length - self.held,
+            self.length - self.held - self.unread,
             self.prompt_seconds,
         )
 

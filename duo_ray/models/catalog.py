@@ -156,17 +156,17 @@ def resolve_draft(name: str, quant: str | None = None, *, threads: int = 1, prog
 def draft_quants(name: str) -> list[str]:
     """The quantisations that `models.draft.quant: auto` chooses among, at most `MOST_QUANTS`.
 
-    Those on disk (the one that `CHOSEN_DRAFT` names, then the finest first), and coarser ones to be made of them.
+    Quantised ones on disk (that which `CHOSEN_DRAFT` names, then the finest first), and coarser ones to be made of them.
 
     Raises:
         CatalogError, GgufError: see `resolve_draft`.
     """
     path, files = _draft_files(name, "auto")
     chosen = _chosen(path)
-    # What others were made of is no draft beside them.
-    files = [file for file in files if quant_of(file) not in _UNQUANTISED] or files
     files.sort(key=lambda file: (file == chosen, _size(file)), reverse=True)
-    there = list(dict.fromkeys(map(quant_of, files)))[:MOST_QUANTS]
+    kinds = list(dict.fromkeys(map(quant_of, files)))
+    # What others were made of is no draft beside them.
+    there = ([kind for kind in kinds if kind not in _UNQUANTISED] or kinds)[:MOST_QUANTS]
     finest = read_gguf(_finest(files))
     bits = 8 * sum(tensor.size for tensor in finest.tensors) / max(1, finest.parameters)
     made = [quant for quant, nominal in _LADDER.items() if quant not in there and nominal < bits]

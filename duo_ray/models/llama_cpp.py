@@ -66,6 +66,7 @@ class LlamaCppDraft:
         self._writer = BlockWriter(min(keep, self.vocab_size), ends, max_sequences, self._fork)
         self._context = context
         self._held: dict[str, Slot] = {}  # idle longest first
+        self._in_call: frozenset[str] = frozenset()
         self._abandoned: set[str] = set()
         ranges = (range(i * max_sequences, (i + 1) * max_sequences) for i in range(slots))
         self._idle = [Slot(seq_ids) for seq_ids in ranges]  # idle longest first
@@ -165,7 +166,6 @@ class LlamaCppDraft:
         Its ids stay in the cache until another request takes the slot: one that begins alike (the same system prompt,
         the next turn of a conversation) reads only what is new.
         """
-        self._abandoned.discard(request_id)
         slot = self._held.pop(request_id, None)
         if slot is not None:
             kept, *others = slot.sequences
@@ -177,13 +177,15 @@ class LlamaCppDraft:
             self._idle.append(slot)
 
     def abandon(self, request_id: str) -> None:
-        """Read no further for this request, in a call that runs; of any thread. What it gets of that call is empty."""
-        if request_id in self._held:
+        """Read no further for this request in the call that runs, if it is in one; from any thread.
+
+        It gets an empty block then. What it has begun to write it writes to the end.
+        """
+        if request_id in self._in_call:
             self._abandoned.add(request_id)
 
     def _forget(self, request_id: str) -> None:
         """Free the slot and what it holds, which may not be what it should be."""
-        self._abandoned.discard(request_id)
         slot = self._held.pop(request_id, None)
         if slot is not None:
             for sequence in slot.sequences:
@@ -236,6 +238,8 @@ class LlamaCppDraft:
         self._check(jobs)
         started = time.time()
         request_ids = [job.context.request_id for job in jobs]
+        self._abandoned.clear()
+        self._in_call = frozenset(request_ids)
         slots = self._take([job.context for job in jobs])
         for job, slot in zip(jobs, slots, strict=True):
             if job.reproducible and job.context.agreed == 0:
@@ -245,12 +249,15 @@ class LlamaCppDraft:
             self._read_contexts(drafts)
             while pending := [draft for draft in drafts if draft.pending]:
                 self._advance(pending)
-            for request_id in self._abandoned.intersection(request_ids):
-                self._forget(request_id)  # not all of its context may have been read
         except BaseException:
             for request_id in request_ids:
                 self._forget(request_id)
             raise
+        finally:
+            self._in_call = frozenset()
+        for draft in drafts:
+            if draft.unread:
+                self._forget(draft.job.context.request_id)
         span = Span(started, time.time())
         return [(draft.block(span), draft.probs(self._writer.keep)) for draft in drafts]
 
@@ -379,7 +386,12 @@ class LlamaCppDraft:
         step = min(_READ_AT_ONCE, self._context.batch_size)
         while missing:
             if self._abandoned:
+                left = [each for each in missing if each[0].job.context.request_id in self._abandoned]
                 missing = [each for each in missing if each[0].job.context.request_id not in self._abandoned]
+                for draft, _ in left:
+                    draft.unread += 1
+                if not missing:
+                    break
             chunk, missing = missing[:step], missing[step:]
             self._context.decode([row for _, row in chunk])
             for i, (draft, row) in enumerate(chunk):

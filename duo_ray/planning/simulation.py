@@ -165,7 +165,7 @@ class _World:
         return any(draft.busy for draft in self._drafts)
 
     async def delivery(self, *, drafting: bool) -> None:
-        """What an answer takes to arrive, in a step in which a draft works or has worked, or in another one."""
+        """What an answer takes to arrive, in a step that drafts or in another one."""
         plain, more = self.hardware.overhead, self.hardware.overhead_drafting
         await asyncio.sleep(self.noisy(plain if more is None or not drafting else more))
 
@@ -260,7 +260,7 @@ class _Target:
         accepted = next((i for i, token in enumerate(block) if token != 0), len(block)) if whole else 0
         self._holds[request_id] = length + accepted if whole else held + width
         verdict = Verdict(request_id, accepted, 0 if whole else None)
-        drafting = bool(block) or self._world.drafting
+        drafting = self._world.drafting
         judgement = await self._batcher.submit(_Pass(width, verdict, prefill=missing > len(block) + 1))
         await self._world.delivery(drafting=drafting)
         return judgement
@@ -307,7 +307,7 @@ class _Draft:
         if request_id not in self._writers:
             self._writers[request_id] = Writer(self._world.text, [self._world.seed, 2, int(request_id)])
         block = await self._batcher.submit((job, self._writers[request_id].write(job)))
-        await self._world.delivery(drafting=True)
+        await self._world.delivery(drafting=not job.bets)  # beside a pass, the target's answer takes longer
         return block, None
 
     def abandon(self, request_id: str) -> None:

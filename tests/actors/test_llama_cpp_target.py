@@ -1,5 +1,4 @@
-"""A pipeline whose target is a .gguf file in llama.cpp, of a type that is repacked where that is faster: real models, real
-actors."""
+"""A pipeline whose target is a .gguf file in llama.cpp, of a type that is repacked where that is faster."""
 
 from __future__ import annotations
 

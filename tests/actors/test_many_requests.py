@@ -77,7 +77,7 @@ def run(scenario, settings, models):
     result = asyncio.run(asyncio.wait_for(whole(), 240))
     # A release of the draft that "last" did not go to may still wait behind a job of a request that has ended.
     deadline = time.monotonic() + 60
-    while not all(each <= {"last"} for each in (held := [ray.get(a.held.remote()) for a in (target, *drafts)])):
+    while not set.union(*(held := [ray.get(actor.held.remote()) for actor in (target, *drafts)])) <= {"last"}:
         assert time.monotonic() < deadline, held
         time.sleep(0.1)
     for actor in (target, *drafts):

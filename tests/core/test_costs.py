@@ -149,6 +149,14 @@ def test_a_step_that_drafts_has_an_overhead_of_its_own() -> None:
         assert [each.overhead(drafting=drafting) for drafting in (False, True)] == pytest.approx([0.001, 0.003])
 
 
+def test_steps_of_different_requests_are_not_compared() -> None:
+    costs = Costs()
+    for drafting in (False, True) * 10:
+        costs.observe_overhead(0.050 if drafting else 0.001, drafting=drafting, follows=False)
+    assert costs.overhead(drafting=True) == costs.overhead(drafting=False)
+    assert not costs.both_overheads_known
+
+
 @pytest.mark.parametrize("drafting", [True, False])
 def test_steps_of_one_kind_tell_of_the_machine_what_the_other_kind_has_not_seen_yet(drafting: bool) -> None:
     costs = Costs()

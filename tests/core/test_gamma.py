@@ -215,6 +215,19 @@ def test_what_was_saved_up_for_probes_is_there_for_the_next_request() -> None:
         assert any(plan.reason == PROBE for plan in plans) is some
 
 
+def test_what_was_saved_up_for_a_dear_probe_is_there_for_the_next_request() -> None:
+    """After a long prompt; in an answer of 40 tokens no request could save up enough for itself."""
+    costs = calibrated(World(ratio=2, token=0.02, spread=1.5))
+    for _ in range(5):
+        costs.observe_draft(64, 4.0)
+    pool, probes = known(0.02, 0.02, 60), 0
+    for _ in range(60):
+        controller = GammaController(Policy(), costs, pool)
+        plans = [controller.plan(behind=64 + i) for i in range(40)]
+        probes += sum(plan.reason == PROBE for plan in plans)
+    assert 1 <= probes <= 60 * 40 * 0.02
+
+
 @pytest.mark.parametrize("ratio", [3.0, 7.0])
 def test_a_draft_that_earns_less_than_it_slows_the_target_down_is_given_up(ratio: float) -> None:
     world = World(ratio=ratio, token=0.05, noise=0.05, contention=1.08)

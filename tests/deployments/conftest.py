@@ -76,8 +76,9 @@ def service() -> Iterator[Service]:
         head.wait_until(lambda: listening(dashboard))
         deploy = ["deploy", f"--address=http://127.0.0.1:{dashboard}", str(settings)]
         done = subprocess.run(
-            [str(Path(sys.executable).with_name("serve")), *deploy], capture_output=True, text=True, check=False
-        )
+            [str(Path(sys.executable).with_name("serve")), *deploy],
+            capture_output=True, text=True, timeout=START_LIMIT_S, check=False,
+        )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         head.wait_until(lambda: healthy(found.url))
         yield found

@@ -207,6 +207,7 @@ def test_a_full_queue_refuses_with_the_time_to_come_again(handle, service):
         assert httpx.get(f"{service.url}/stats", timeout=60).status_code == 200  # what generates nothing gets through
         time.sleep(PULSE_S)  # no client has had a token over HTTP for so long, but those at the handle get them
         assert httpx.get(f"{service.url}/health", timeout=120).status_code == 200
+        wait_for_load(service.url, SLOTS, QUEUE)
     finally:
         for stream in streams:
             stream.cancel()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer as Backend
 from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM
 
 from duo_ray.distillation.gguf_file import check_exportable, gemma_layer_types, write_gguf

@@ -145,6 +145,7 @@ def test_a_step_is_measured_where_nothing_is_planned_yet(workspace):
     assert set(found["step_seconds"]) == {"bfloat16", "float32"}
     assert found["precision"] in found["step_seconds"]
     assert found["steps"] % found["interval"] == 0
+    assert (found["frozen"], found["learning_rate"]) == (False, 5e-4)
 
 
 def test_logits_are_those_before_each_answered_id_whatever_else_is_in_the_batch(begun):
@@ -188,8 +189,8 @@ def test_the_best_checkpoint_is_found_where_the_folder_has_moved(tmp_path):
     assert found == {"global_step": 10, "best_metric": 0.5, "best_model_checkpoint": str(tmp_path / "checkpoint-5")}
 
 
-def test_a_student_cut_from_its_target_keeps_the_targets_embedding_and_head(workspace, monkeypatch):
-    monkeypatch.setattr("duo_ray.distillation.train.CUT_LEARNING_RATE", 5e-3)
+def test_a_student_cut_from_its_target_keeps_the_targets_embedding_and_head(workspace):
+    write_json(stage_of(workspace).plan, {**PLAN, "frozen": True, "learning_rate": 5e-3})
     run(workspace, cut=True)
     before, after = (load_file(each / "model.safetensors") for each in (workspace.student, workspace.trained))
     changed = {name for name in after if not torch.equal(before[name], after[name])}

@@ -81,7 +81,7 @@ def test_answers_that_are_translated_already_are_kept(tmp_path) -> None:
     found[1].unlink()
     assert translate_answers(paths, folder, translator, 512, lambda *_: None) == found
     assert found[0].stat().st_mtime_ns == before
-    with pytest.raises(DistillationError, match="none of 2 answers .* context of 3"):
+    with pytest.raises(DistillationError, match=r"none of 2 answers .* context of 3"):
         translate_answers(paths, tmp_path / "none", translator, 3, lambda *_: None)
 
 

@@ -253,8 +253,9 @@ def test_no_sequence_is_drafted_when_the_text_can_only_end(draft: LlamaCppDraft)
     assert probs.ids == ()
 
 
+@pytest.mark.parametrize("order", [("long", "short"), ("short", "long"), ("long",)])
 def test_a_prompt_that_nobody_waits_for_any_more_is_read_no_further_and_others_get_their_blocks(
-    draft: LlamaCppDraft, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    draft: LlamaCppDraft, reference: Reference, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(llama_cpp, "_READ_AT_ONCE", 8)
     decode, widths = draft._context.decode, list[int]()
@@ -262,18 +263,32 @@ def test_a_prompt_that_nobody_waits_for_any_more_is_read_no_further_and_others_g
     def decode_and_leave(rows: list[BatchRow]) -> None:
         widths.append(len(rows))
         decode(rows)
-        draft.abandon("long")
+        for request_id in ("long", "unknown"):
+            draft.abandon(request_id)
 
     monkeypatch.setattr(draft._context, "decode", decode_and_leave)
-    long = make_job(PROMPT * 4, 8, GREEDY, request="long")
-    [(left, _), (block, _)] = draft.draft([long, make_job(PROMPT, 8, GREEDY)])
-    assert left.sequences == ()
-    [ids] = drafted_ids(block)
-    assert_greedy(reference, PROMPT, ids)
-    assert sum(widths) < 8 + len(PROMPT) + 8 < len(PROMPT * 4)
+    texts = {"long": PROMPT * 4, "short": PROMPT}
+    jobs = [make_job(texts[name], 8, request=name) for name in order]
+    blocks = {block.request_id: block for block, _ in draft.draft(jobs)}
+    assert blocks["long"].sequences == ()
+    assert sum(block.prompt_tokens for block in blocks.values()) == sum(widths) - 7 * ("short" in blocks)
+    assert blocks["long"].prompt_tokens <= 8
+    if "short" in blocks:
+        [ids] = drafted_ids(blocks["short"])
+        assert_greedy(reference, PROMPT, ids)
     monkeypatch.undo()
-    [(again, _)] = draft.draft([long])
+    [(again, _)] = draft.draft(jobs[order.index("long") :][:1])
     [ids] = drafted_ids(again)
     assert_greedy(reference, PROMPT * 4, ids)
-    draft.abandon("unknown")
-    assert not draft._abandoned
+
+
+def test_a_request_that_was_read_to_its_end_stays_in_the_cache_though_nobody_waits_any_more(
+    draft: LlamaCppDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = draft._context.decode
+    monkeypatch.setattr(draft._context, "decode", lambda rows: (decode(rows), draft.abandon("left")))
+    draft.draft([make_job(PROMPT * 4, 8, request="left")])
+    draft.release("left")
+    monkeypatch.undo()
+    [(block, _)] = draft.draft([make_job((*PROMPT * 4, 7), 4, request="next")])
+    assert block.prompt_tokens == 1
