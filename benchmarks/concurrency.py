@@ -3,9 +3,9 @@
     python -m benchmarks.concurrency [--streams 1,2,4,8,16] [--tokens 64] [--repeats 2] [--out results.json]
     python -m benchmarks.concurrency --url http://127.0.0.1:8000    # the same of a running service, over HTTP
 
-One pipeline with as many slots as the most streams (a service has to be started so: models.target.slots=16). For every
-number of streams the same prompts are answered at once with drafting and with drafting off, in alternating order, so that
-drift of the machine's speed hits both alike. EOS is ignored: all streams are equally long.
+One pipeline with as many slots as the most streams (start a service so: models.target.slots=16). For every number of
+streams the same prompts are answered at once with drafting and with drafting off, in alternating order, so that drift
+of the machine's speed hits both alike. EOS is ignored: all streams are equally long.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 The demo model in transformers (float32, bfloat16, int8, int4) and in llama.cpp (several quantisations), each with the
 Q2_K draft. Baselines: the form alone on the cores it has while no draft works (in llama.cpp all, where that is faster),
-alone on all cores, and for a .gguf file llama-cpp-python by itself on all cores, without actors. `--shaped` adds a target
+alone on all cores, and for a .gguf file llama-cpp-python by itself on all cores, without actors. `--shaped` adds one
 of a billion weights in llama.cpp whose draft is right for 80% of the tokens, by construction (`benchmarks.shaped`).
 """
 

@@ -156,7 +156,7 @@ def resolve_draft(name: str, quant: str | None = None, *, threads: int = 1, prog
 def draft_quants(name: str) -> list[str]:
     """The quantisations that `models.draft.quant: auto` chooses among, at most `MOST_QUANTS`.
 
-    Quantised ones on disk (that which `CHOSEN_DRAFT` names, then the finest first), and coarser ones to be made of them.
+    Quantised ones on disk (that which `CHOSEN_DRAFT` names, then the finest first), and coarser ones made of them.
 
     Raises:
         CatalogError, GgufError: see `resolve_draft`.

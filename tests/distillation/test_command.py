@@ -58,32 +58,30 @@ def test_what_cannot_be_done_is_said_in_one_line_before_anything_starts(argument
 
 @pytest.mark.ray
 @pytest.mark.models
-def test_killed_while_the_target_answers_it_goes_on_and_ends_with_a_draft(demo_target, tmp_path):
+def test_killed_and_interrupted_wherever_it_is_it_goes_on_and_ends_with_a_draft(demo_target, tmp_path):
     target = write_model(tmp_path / "target", small_config("llama", 49152, max_position_embeddings=512), demo_target)
-    out, mark = tmp_path / "draft", uuid.uuid4().hex
+    out = tmp_path / "draft"
     command = [
         DUO_RAY, "distill", "--target", str(target), "--prompts", str(write_prompts(tmp_path / "prompts.jsonl", 12)),
         "--out", str(out), "--layers", "2", "--max-tokens", "12", "--samples", "1", "--minutes", "60", "--on-policy",
         *SMALL,
     ]  # fmt: skip
     answers = out / "work/answers"
-    with subprocess.Popen(command, env={**os.environ, "DUO_RAY_TEST": mark}, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 240
-        while len(list(answers.glob("*.npz"))) < 3 and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    while any(_has(each, mark) for each in psutil.process_iter()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    end(command, signal.SIGKILL, lambda: len(list(answers.glob("*.npz"))) >= 3)
     written = {path: path.stat().st_mtime_ns for path in answers.glob("*.npz")}
     assert 3 <= len(written) < 24
     # Few steps of a known number, whatever the speed of this machine.
     plan = {"precision": "float32", "steps": 20, "interval": 10, "batch": 8, "divergence": "mixed", "answers": 22}
     for name in ("training", "training-own"):
         write_json(out / f"work/{name}.json", {**plan, "held_out_answers": 2})
+    command.append("--resume")
+    checkpoint = out / "work/checkpoints/checkpoint-10/trainer_state.json"
+    end(command, signal.SIGINT, lambda: checkpoint.exists() or (out / "work/first").exists())
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    end(command, signal.SIGKILL, lambda: any((out / "work/own").glob("*.npz")))
+    end(command, signal.SIGTERM, lambda: any(out.glob("*-F32.gguf")))
 
-    done = run(*command[1:], "--resume", "--json", timeout=400)
+    done = run(*command[1:], "--json", timeout=400)
     assert done.returncode == 0, done.stderr
     assert {path: path.stat().st_mtime_ns for path in written} == written
     assert len(list(answers.glob("*.npz"))) == 24
@@ -118,6 +116,21 @@ def test_a_student_with_tokens_of_its_own_becomes_a_draft_with_them(cluster, dem
     assert all(0 <= each["acceptance"] <= 1 for each in found["drafts"])
     assert (out / "tokenizer.json").read_text() == (tokenizer / "tokenizer.json").read_text()
     assert same_greedy_text(out)
+
+
+def end(command, how, when):
+    """Start a command and end it by a signal when something is the case; nothing of it is left then."""
+    mark, deadline = uuid.uuid4().hex, time.monotonic() + 400
+    with subprocess.Popen(command, env={**os.environ, "DUO_RAY_TEST": mark}, stderr=subprocess.PIPE) as process:
+        while not when():
+            assert process.poll() is None, process.stderr.read().decode()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(how)
+    assert process.returncode == (-how if how is signal.SIGKILL else 128 + how)
+    while any(_has(each, mark) for each in psutil.process_iter()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def _has(process: psutil.Process, mark: str) -> bool:
