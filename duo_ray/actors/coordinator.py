@@ -40,6 +40,10 @@ _TRIAL_TEXTS = (
 """What quantisations of the draft are first compared by: prose and code."""
 _TRIAL_TOKENS, _TRIAL_BUDGET = 32, 4
 
+MESSAGE_INTERVAL_S = 0.02
+"""Between two messages of a stream, at least: each costs this process and its reader about a millisecond, which a fast
+target and its draft could use, and nobody reads faster."""
+
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorSettings:
@@ -213,7 +217,7 @@ class Coordinator:
         stream.add_done_callback(lambda _: self._streams.pop(request.request_id))
         stream.add_done_callback(lambda _: items.put_nowait(None))
         try:
-            while (item := await items.get()) is not None:
+            async for item in gathered(items, MESSAGE_INTERVAL_S):
                 yield item
             if not stream.cancelled():
                 await stream  # raises what went wrong
@@ -314,6 +318,30 @@ class Coordinator:
         if stats.draft_quant is not None:
             self._precision.observe(stats.draft_quant, Trial.of(stats))
             self._meter.tally.quantised(stats.draft_quant, self._precision.estimates())
+
+
+async def gathered(
+    items: asyncio.Queue[Delta | Finished | None], interval: float
+) -> AsyncGenerator[Delta | Finished, None]:
+    """What comes out of a queue, up to None; tokens that come within `interval` seconds of a message are one message."""
+    loop = asyncio.get_running_loop()
+    due = loop.time()
+    while (item := await items.get()) is not None:
+        tokens = list(item.tokens) if isinstance(item, Delta) else []
+        while isinstance(item, Delta) and (loop.time() < due or not items.empty()):
+            try:
+                async with asyncio.timeout_at(due):
+                    item = await items.get()
+            except TimeoutError:
+                break
+            tokens += item.tokens if isinstance(item, Delta) else ()
+        if tokens:
+            yield Delta(tuple(tokens))
+            due = loop.time() + interval
+        if isinstance(item, Finished):
+            yield item
+        if item is None:
+            return
 
 
 def _finished(run: Run[ProbsHandle], meter: RequestMeter) -> Finished:
