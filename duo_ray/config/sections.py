@@ -52,7 +52,8 @@ class TargetConfig(_Section):
     """demo, a hub id, a directory with safetensors, or a .gguf file."""
     engine: Annotated[str, checks.one_of("auto", "transformers", "llama_cpp")] = "auto"
     """transformers (a .gguf file is converted once, then cached), llama_cpp (a .gguf file as it is), or auto: llama_cpp
-    for a .gguf file on a machine without a GPU where it is the faster there, measured once; else transformers."""
+    for a .gguf file on a machine without a GPU where it is the faster there, measured once; else transformers, as for
+    demo, whose target is the unpacked model by definition."""
     device: Annotated[str, BeforeValidator(checks.device)] = "auto"
     """auto (the first GPU, else the CPU), cpu, cuda or cuda:N."""
     precision: Annotated[str, checks.one_of("auto", "fp32", "bf16", "fp16")] = "auto"
