@@ -323,7 +323,7 @@ class Coordinator:
 async def gathered(
     items: asyncio.Queue[Delta | Finished | None], interval: float
 ) -> AsyncGenerator[Delta | Finished, None]:
-    """What comes out of a queue, up to None; tokens that come within `interval` seconds of a message are one message."""
+    """What comes out of a queue, up to None; tokens that come within `interval` seconds of a message join the next."""
     loop = asyncio.get_running_loop()
     due = loop.time()
     while (item := await items.get()) is not None:

@@ -137,7 +137,8 @@ def _cut(folder: Path, count: int) -> Any:
                 if layer is None or int(layer[2]) in new:
                     place = name if layer is None else f"{layer[1]}{new[int(layer[2])]}{layer[3]}"
                     weights[place] = tensors.get_tensor(name).to(torch.float32)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    families: Any = AutoModelForCausalLM
+    model = families.from_config(config, dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
     tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
