@@ -115,9 +115,18 @@ def user_errors() -> Iterator[None]:
     except DuoRayError as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(USAGE_ERROR) from None
-    except KeyboardInterrupt:
-        errors.print("interrupted", style="dim")
-        raise typer.Exit(128 + (received or [signal.SIGINT])[0]) from None
     except BrokenPipeError:
         sys.stderr.close()
         raise typer.Exit(0) from None
+    except (KeyboardInterrupt, Exception) as error:
+        if not _from_an_interrupt(error):
+            raise
+        errors.print("interrupted", style="dim")
+        raise typer.Exit(128 + (received or [signal.SIGINT])[0]) from None
+
+
+def _from_an_interrupt(error: BaseException | None) -> bool:
+    """Whether it is one, or what a library made of one while it cleaned up (`torch.save` does)."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -19,7 +19,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import typer
 
+from duo_ray.terminal import user_errors
 from tests.models.tiny_gguf import write_tiny_llama
 
 DUO_RAY = str(Path(sys.executable).with_name("duo-ray"))
@@ -183,3 +185,17 @@ def test_an_interrupted_diagnosis_leaves_nothing(folder: Path, tmp_path: Path, m
         assert not report.exists()
     finally:
         command.close()
+
+
+def test_what_a_library_makes_of_an_interrupt_is_one():
+    def save():
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("unexpected pos 64 vs 0")  # as torch.save, whose file is not whole
+
+    with pytest.raises(typer.Exit) as ended, user_errors():
+        save()
+    assert ended.value.exit_code == 130
+    with pytest.raises(RuntimeError, match="broken"), user_errors():
+        raise RuntimeError("broken")

@@ -127,7 +127,8 @@ def end(command, how, when):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(how)
-    assert process.returncode == (-how if how is signal.SIGKILL else 128 + how)
+        said = process.communicate()[1].decode()
+    assert process.returncode == (-how if how is signal.SIGKILL else 128 + how), said
     while any(_has(each, mark) for each in psutil.process_iter()):
         assert time.monotonic() < deadline
         time.sleep(0.1)
