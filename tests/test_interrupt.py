@@ -187,7 +187,9 @@ def test_an_interrupted_diagnosis_leaves_nothing(folder: Path, tmp_path: Path, m
         command.close()
 
 
-def test_what_a_library_makes_of_an_interrupt_is_one():
+def test_what_a_library_makes_of_an_interrupt_is_one(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
     def save():
         try:
             raise KeyboardInterrupt
