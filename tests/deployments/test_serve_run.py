@@ -11,6 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
 
 from tests.actors.conftest import SMALL
 from tests.deployments.conftest import descendants, healthy, listening, ray_directory, running
@@ -55,3 +57,16 @@ def test_a_wrong_argument_ends_the_command_with_its_name():
     )  # fmt: skip
     assert done.returncode != 0
     assert done.stderr.strip().endswith("serving.que is not a setting; did you mean queue?")
+
+
+@pytest.mark.models
+def test_serve_build_writes_a_file_that_serve_deploys(tmp_path):
+    path = tmp_path / "built.yaml"
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("serve")), "build", "deployments:default_app", "--output-path", str(path)],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (application,) = ServeDeploySchema(**yaml.safe_load(path.read_text())).applications
+    assert application.import_path == "deployments:default_app"
+    assert [each.name for each in application.deployments] == ["pipeline"]
