@@ -127,6 +127,13 @@ def user_errors() -> Iterator[None]:
 
 def _from_an_interrupt(error: BaseException | None) -> bool:
     """Whether it is one, or what a library made of one while it cleaned up (`torch.save` does)."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
+    seen: set[int] = set()
+    chain = [error]
+    while chain:
+        each = chain.pop()
+        if isinstance(each, KeyboardInterrupt):
+            return True
+        if each is not None and id(each) not in seen:  # an error may be its own cause
+            seen.add(id(each))
+            chain += [each.__cause__, each.__context__]
+    return False

@@ -199,5 +199,6 @@ def test_what_a_library_makes_of_an_interrupt_is_one(monkeypatch):
     with pytest.raises(typer.Exit) as ended, user_errors():
         save()
     assert ended.value.exit_code == 130
+    broken = RuntimeError("broken")
     with pytest.raises(RuntimeError, match="broken"), user_errors():
-        raise RuntimeError("broken")
+        raise broken from broken

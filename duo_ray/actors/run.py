@@ -107,6 +107,7 @@ class Run(Generic[Probs]):
         await self._rounds.join(self)
         began, late = self._clock(), self._pending is not None
         lead = await self._lead()
+        late = late or self._pending is not None
         await self._rounds.all_led()
         sent, job = self._clock(), None
         if self._without_draft() is None and (job := decoding.draft_job()) is not None:

@@ -178,7 +178,7 @@ class _Overhead:
 
     @property
     def extra(self) -> float:
-        return max(0.0, median(self._extras)) if self._extras else 0.0
+        return max(0.0, median(self._extras)) if self.both_known else 0.0
 
     def seconds(self, *, drafting: bool) -> float:
         level = max(0.0, median(self._levels)) if self._levels else 0.0
@@ -231,7 +231,7 @@ class Costs:
         # Ids of one text are read about as fast as ids of many are advanced.
         read = sum(block.prompt_tokens for block in blocks)
         if read >= _WIDE:
-            self.observe_draft(read, longest.prompt_seconds)
+            self.observe_draft(read, max(block.prompt_seconds for block in blocks))
 
     def observe_overhead(self, seconds: float, *, drafting: bool, follows: bool = True) -> None:
         """Wall time of a step minus max(T_target, draft time); below zero counts as zero.

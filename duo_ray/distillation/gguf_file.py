@@ -44,6 +44,7 @@ def check_exportable(folder: Path) -> None:
     kinds, scaled = config.get("layer_types"), [kind for kind in _rope_types(config) if kind != "default"]
     lacking = (
         (scaled and (family, scaled) != ("llama", ["llama3"]), f"rotary positions scaled by {scaled}"),
+        (config.get("quantization_config"), "quantised weights"),
         (family != "gemma3_text" and "sliding_attention" in (kinds or ()), "a sliding window"),
         (family == "gemma3_text" and kinds != gemma_layer_types(len(kinds)), "windows in other layers than Gemma 3"),
         (config.get("query_pre_attn_scalar") not in (None, config.get("head_dim")), "another attention scale"),
@@ -75,7 +76,7 @@ def check_tokenizer(folder: Path, tokenizer: Path, tokenizer_gguf: Path | None) 
         writer = GGUFWriter(path, ARCHITECTURES[config["model_type"]])
         write_tokenizer(writer, tokenizer, tokenizer_gguf, config["vocab_size"])
         _finish(writer)
-        _check_vocabulary(path, Tokenizer.load(tokenizer), tokenizer)
+        _check_vocabulary(path, Tokenizer.load(tokenizer), tokenizer, config["vocab_size"])
 
 
 def gemma_layer_types(count: int) -> list[str]:
@@ -107,7 +108,7 @@ def write_gguf(folder: Path, tokenizer_gguf: Path | None, path: Path, name: str)
         writer.add_tensor(tensor, np.ascontiguousarray(weights, dtype=np.float32))
     _finish(writer)
     part.replace(path)
-    _check_vocabulary(path, Tokenizer.load(folder), folder)
+    _check_vocabulary(path, Tokenizer.load(folder), folder, config.vocab_size)
 
 
 def _finish(writer: Any) -> None:
@@ -190,8 +191,8 @@ def _frequency_factors(config: Any) -> NDArray[np.float32]:
     return factors
 
 
-def _check_vocabulary(path: Path, tokenizer: Tokenizer, folder: Path) -> None:
-    ours = TokenizerVocabulary(tokenizer)
+def _check_vocabulary(path: Path, tokenizer: Tokenizer, folder: Path, rows: int) -> None:
+    ours = TokenizerVocabulary(tokenizer, rows=rows)
     with LlamaVocabulary.open(path) as theirs:
         report, _ = compare(ours, theirs)
         if not report.same:

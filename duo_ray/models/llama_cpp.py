@@ -390,6 +390,7 @@ class LlamaCppDraft:
                 missing = [each for each in missing if each[0].job.context.request_id not in self._abandoned]
                 for draft, _ in left:
                     draft.unread += 1
+                    draft.prompt_seconds = time.perf_counter() - started
                 if not missing:
                     break
             chunk, missing = missing[:step], missing[step:]

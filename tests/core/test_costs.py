@@ -8,6 +8,7 @@ import math
 import pytest
 
 from duo_ray.core.costs import Costs
+from duo_ray.types import DraftBlock, Span
 from tests.core.loop_simulation import World, calibrated
 
 
@@ -149,6 +150,13 @@ def test_a_step_that_drafts_has_an_overhead_of_its_own() -> None:
         assert [each.overhead(drafting=drafting) for drafting in (False, True)] == pytest.approx([0.001, 0.003])
 
 
+def test_one_pair_of_steps_tells_nothing_yet() -> None:
+    costs = Costs()
+    for seconds, drafting in ((0.001, False), (0.050, True)):
+        costs.observe_overhead(seconds, drafting=drafting)
+    assert costs.overhead(drafting=True) == costs.overhead(drafting=False)
+
+
 def test_steps_of_different_requests_are_not_compared() -> None:
     costs = Costs()
     for drafting in (False, True) * 10:
@@ -178,6 +186,16 @@ def test_costs_of_another_draft_share_what_is_known_of_the_target() -> None:
     assert costs.target_seconds(8) == other.target_seconds(8) == pytest.approx(0.12, rel=0.05)
     assert costs.overhead(drafting=True) == other.overhead(drafting=True) == 0.003
     assert (costs.draft_seconds(1), other.draft_seconds(1)) == pytest.approx((0.02, 0.01))
+
+
+def test_a_call_in_which_one_text_was_read_before_another_tells_how_long_all_took() -> None:
+    costs, span = Costs(), Span(0.0, 0.5)
+    blocks = [
+        DraftBlock(name, 100, (), span, ((2, 0.01),) * 3, 100, seconds) for name, seconds in (("a", 0.1), ("b", 0.4))
+    ]
+    for _ in range(5):
+        costs.observe_call(blocks)
+    assert costs.draft_seconds(200) == pytest.approx(0.4, rel=0.2)
 
 
 def test_frozen_costs_ignore_observations_and_leave_the_original_alone() -> None:

@@ -196,6 +196,21 @@ def test_a_student_has_the_targets_own_layers_embedding_and_head(tokenizer, tmp_
     assert (tmp_path / "student/tokenizer.json").is_file()
 
 
+def test_a_token_behind_the_embedding_is_left_out(tmp_path):
+    """Gemma 3's tokenizer has one for images."""
+    backend = byte_level()
+    rows = backend.get_vocab_size()
+    backend.add_special_tokens(["<image>"])
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", backend)
+    folder = write_model(tmp_path / "target", small_config("llama", rows), tokenizer)
+    sibling = write_model(tmp_path / "sibling", small_config("qwen2", rows), tokenizer)
+    files = TargetFiles(folder, folder, 256, rows, "test")
+    assert not check_student(str(folder), files, layers=2, student=str(sibling)).own_vocabulary
+    write_gguf(folder, None, tmp_path / "student.gguf", "student")
+    with LlamaVocabulary.open(tmp_path / "student.gguf") as written:
+        assert written.size == rows
+
+
 def test_weights_that_are_not_there_are_named(tokenizer, tmp_path):
     folder = write_model(tmp_path / "target", small_config("llama", 400, num_hidden_layers=5), tokenizer)
     (file,) = folder.glob("*.safetensors")
