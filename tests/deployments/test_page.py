@@ -271,6 +271,7 @@ def test_stopping_ends_the_work_on_the_server(browser, how):
 
 def test_a_server_that_wants_a_key_gets_it_and_answers_the_question(browser):
     with served(MeteredEngine(settings={"serving.api_key": KEY})) as url, opened(browser, url) as page:
+        expect(page.locator("#key-form")).to_be_visible()  # it takes the focus from an empty prompt
         page.fill("#prompt", "Why do things fall?")
         page.keyboard.press("Enter")
         expect(page.locator(".error")).to_contain_text("API key")
