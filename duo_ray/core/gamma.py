@@ -154,6 +154,9 @@ class GammaController:
     """
 
     _LEAVE, _RETURN = 1.01, 1.04
+    _UNTRIED = 0.9
+    """A draft much faster than the target, of which nothing else is known yet, is tried unless it is expected to lose
+    more: a guess is no reason."""
     _SWITCH = 1.01
     _PROBE_SHARE, _COSTLY_PROBE_SHARE = 0.02, 0.01
     _SAVED_STEPS = 2.0
@@ -197,7 +200,10 @@ class GammaController:
             return Plan(0, 0, False, self._why_plain)
         lead, gamma = self._best()
         gain = self._gain(lead, gamma)
-        self._plain = self._policy.fallback and gain < (self._RETURN if self._plain else self._LEAVE)
+        needed = self._RETURN if self._plain else self._LEAVE
+        if not self.acceptance.known and 1.5 * self._draft_seconds(1) <= plain:
+            needed = self._UNTRIED
+        self._plain = self._policy.fallback and gain < needed
         if not self._plain:
             self._probing.restart()
             self._drafted += 1
@@ -297,7 +303,8 @@ class GammaController:
 
         Where no probe is free it is a step by the best plan, at the price of what that is expected to lose. Where even
         a draft that is always right would not pay, there is only its speed to be learned, at the price of a step.
-        What the draft has to read before comes on top: a lead waits for it, a block slows the target down for as long.
+        What the draft has to read before comes on top: a lead waits for it, and a target that has more cores while no
+        draft works is without them for as long.
         """
         costs, policy = self.costs, self._policy
         if not self._probing.due():
@@ -306,7 +313,7 @@ class GammaController:
         fits = int(second / token) - 1  # one decode less: the draft has to catch up with the context
         # With a draft slower than the target its speed is in doubt, not its guesses: one token tells.
         reading = costs.draft_seconds(max(1, behind)) - costs.draft_seconds(1)
-        slowed = reading * ((second - plain) / second + policy.contention)
+        slowed = reading * (second - plain) / second
         size = min(max(fits, 2), 4) if fits >= 0 else 1
         size = (
             min(max(size, policy.gamma_min), policy.gamma_max) if policy.draft_budget is None else policy.draft_budget
