@@ -352,6 +352,14 @@ def test_without_fallback_it_never_goes_plain() -> None:
 # --- plans
 
 
+@pytest.mark.parametrize(("contention", "tried"), [(0.5, True), (0.7, False)])  # expected: 0.99 and 0.87 of plain
+def test_a_fast_draft_is_not_given_up_by_a_guess_alone(contention: float, tried: bool) -> None:
+    costs = calibrated(World(ratio=2.0))
+    assert (GammaController(Policy(contention=contention), costs, Acceptance()).plan().reason == "auto") is tried
+    experienced = GammaController(Policy(contention=contention), costs, known(0.8, 0.7))
+    assert experienced.plan().reason != "auto"
+
+
 def test_it_starts_from_the_published_ratio() -> None:
     world = World(ratio=9)
     assert GammaController(Policy(), calibrated(world), Acceptance()).plan().gamma == 9
