@@ -265,6 +265,10 @@ class VerifyJob:
     """None leaves it to the target to run all of them in one call."""
     reproducible: bool = False
     """Take over nothing that other requests left in the cache: it was rounded in other passes."""
+    further: int = 0
+    """Behind an empty block: so many more tokens may be drawn before the answer, at most, in a pass each."""
+    ends: frozenset[int] = frozenset()
+    """None is drawn after one of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +282,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a verification ended. The emitted ids are `block[:accepted] + (token,)`.
+    """How a verification ended. The emitted ids are `block[:accepted] + (token,) + further`.
 
     `token` is the correction when `accepted < len(block)`, else a draw from the distribution after the block, which
     decides the bets of the next block; None when the prefill is not finished.
@@ -291,6 +295,8 @@ class Verdict:
     """One entry per emitted id when the request asked for them."""
     cached: int = 0
     """Ids of the context taken over in this pass from what other requests left in the cache."""
+    further: Ids = ()
+    """Drawn after `token`, each in a pass of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +305,11 @@ class TargetReply:
 
     verdicts: tuple[Verdict, ...]
     span: Span
+    """Of all passes."""
     tokens: int
-    """New tokens run through the model, summed over the jobs (chunk widths included, padding excluded)."""
+    """New tokens run through the model in one pass, summed over the jobs (chunk widths included, padding excluded)."""
+    passes: int = 1
+    """More than one where further tokens were drawn."""
     alone: bool = False
     """Whether it ran on the drafts' cores, too, while none of them worked."""
 

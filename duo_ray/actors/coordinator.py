@@ -23,13 +23,14 @@ from duo_ray.core.costs import Costs
 from duo_ray.core.gamma import GammaController, Policy
 from duo_ray.core.precision import Estimate, PrecisionChooser, Trial
 from duo_ray.core.round import RoundPlanner
+from duo_ray.core.spare_cores import SpareCores
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
 from duo_ray.hardware.load import sample_load
 from duo_ray.metrics import Meter, RequestMeter
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import Strategy
-from duo_ray.types import Delta, DraftBlock, DuoRayError, Finished, InvalidRequest, Request, SamplingParams
+from duo_ray.types import Delta, DraftBlock, DuoRayError, Finished, InvalidRequest, Request, SamplingParams, TargetReply
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,11 @@ _TRIAL_TEXTS = (
 """What quantisations of the draft are first compared by: prose and code."""
 _TRIAL_TOKENS, _TRIAL_BUDGET = 32, 4
 
-MESSAGE_INTERVAL_S = 0.02
+_MESSAGE_INTERVAL_S = 0.02
 """Between two messages of a stream, at least: each costs this process and its reader about a millisecond, which a fast
 target and its draft could use, and nobody reads faster."""
+_MODELS_FIRST_S = 0.001
+"""Between the tokens of a step and the message of them: meanwhile the models are asked for the next ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ class Coordinator:
         self._target_handle, self._draft_handles = target, drafts
         self._tokenizer = Tokenizer.load(settings.tokenizer_path)
         self._costs = Costs()
+        self._spare_cores = SpareCores(self._costs)
         self._planner: RoundPlanner[Run[ProbsHandle]] = RoundPlanner(
             settings.policy, self._costs, drafts=len(drafts), chunk=settings.chunk
         )
@@ -127,9 +131,9 @@ class Coordinator:
             self._target_handle,
             self._meter,
             limit=slots,
-            alone=lambda: self._gains_alone and not any(draft.busy for draft in self._drafts),
+            alone=self._works_alone,
             cannot=self._costs.drop_alone,
-            observe=lambda reply: self._costs.observe_target(reply.tokens, reply.span.seconds, alone=reply.alone),
+            observe=self._learn_target,
         )
         self._drafts = [
             DraftPeer(f"draft-{i}", handle, self._meter, tokenizer=tokenizer, limit=slots, observe=self._learn_draft)
@@ -150,10 +154,9 @@ class Coordinator:
         self._meter.publish()
         return self.describe()
 
-    @property
-    def _gains_alone(self) -> bool:
-        """Whether a target that has the drafts' cores, too, is the faster: measured before, and as it turned out."""
-        return self._costs.target_seconds(1, alone=True) < self._costs.target_seconds(1)
+    def _works_alone(self, tokens: int) -> bool:
+        """Whether the target is to have the drafts' cores for the coming pass."""
+        return not any(draft.busy for draft in self._drafts) and self._spare_cores.lent(tokens)
 
     async def _calibrate(self, kept: dict[str, Any] | None) -> None:
         """Compare the quantisations of the draft, unless an earlier start did; settle what seeded requests use."""
@@ -217,7 +220,7 @@ class Coordinator:
         stream.add_done_callback(lambda _: self._streams.pop(request.request_id))
         stream.add_done_callback(lambda _: items.put_nowait(None))
         try:
-            async for item in gathered(items, MESSAGE_INTERVAL_S):
+            async for item in gathered(items, _MESSAGE_INTERVAL_S):
                 yield item
             if not stream.cancelled():
                 await stream  # raises what went wrong
@@ -311,6 +314,9 @@ class Coordinator:
             prefetch=self._settings.prefetch,
         )
 
+    def _learn_target(self, reply: TargetReply) -> None:
+        self._costs.observe_target(reply.tokens, reply.span.seconds / reply.passes, alone=reply.alone)
+
     def _learn_draft(self, quant: str, blocks: Sequence[DraftBlock]) -> None:
         self._precision.knowledge[quant].costs.observe_call(blocks)
 
@@ -325,8 +331,9 @@ async def gathered(
 ) -> AsyncGenerator[Delta | Finished, None]:
     """What comes out of a queue, up to None; tokens that come within `interval` seconds of a message join the next."""
     loop = asyncio.get_running_loop()
-    due = loop.time()
+    due, pause = loop.time(), 0.0
     while (item := await items.get()) is not None:
+        due = max(due, loop.time() + pause)
         tokens = list(item.tokens) if isinstance(item, Delta) else []
         while isinstance(item, Delta) and (loop.time() < due or not items.empty()):
             try:
@@ -337,7 +344,7 @@ async def gathered(
             tokens += item.tokens if isinstance(item, Delta) else ()
         if tokens:
             yield Delta(tuple(tokens))
-            due = loop.time() + interval
+            due, pause = loop.time() + interval, _MODELS_FIRST_S
         if isinstance(item, Finished):
             yield item
         if item is None:

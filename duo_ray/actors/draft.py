@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from duo_ray.actors import wire
 from duo_ray.actors.node import find_here, node_id
 from duo_ray.actors.passing_thread import in_passing_thread
-from duo_ray.hardware.cores import pin
+from duo_ray.hardware.cores import give_way, pin
 from duo_ray.models.catalog import resolve_draft
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import Strategy, TokenizerVocabulary, VocabularyMatch, chat_opening
@@ -79,6 +79,7 @@ class DraftActor:
         # Before llama.cpp starts its threads: they inherit the affinity.
         if settings.cores:
             pin(settings.cores)
+        give_way()
         self._settings = settings
         self._busy = threading.Lock()  # actor calls and the socket's thread take turns
         self._models: dict[str, DraftModel] = {}

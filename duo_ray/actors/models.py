@@ -28,12 +28,13 @@ class ProbsLost(DuoRayError):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """One verdict and the pass it came from."""
+    """One verdict and the pass it came from, or passes where further tokens were drawn."""
 
     verdict: Verdict
     span: Span
     requests: int
     """How many verdicts the pass gave."""
+    passes: int = 1
 
 
 class Target(Protocol[Probs_contra]):

@@ -178,12 +178,12 @@ class TargetPeer(_Peer):
         meter: Meter,
         *,
         limit: int,
-        alone: Callable[[], bool],
+        alone: Callable[[int], bool],
         observe: Callable[[TargetReply], None],
         cannot: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
-        alone: whether no draft is at work, and the target may have their cores.
+        alone: whether a pass over so many tokens is to have the drafts' cores, too, none of which is at work.
         observe: told, once, of every pass without a prefill.
         cannot: told when a target that might have had them had not: it came back on another node.
         """
@@ -223,14 +223,15 @@ class TargetPeer(_Peer):
             if probs is not None and probs.source not in sources:
                 sources.append(probs.source)
             picks.append(None if probs is None else ProbsPick(sources.index(probs.source), probs.entry))
+        expected = sum(max(1, len(job.context.ids)) + len(job.block) for job in jobs)
         reply: TargetReply
         try:
             if self._link is not None:
                 parts = [each if isinstance(each, bytes) else pickle.dumps(await each) for each in sources]
-                alone = self._alone()
+                alone = self._alone(expected)
                 reply, _ = await self._link.call("verify", (jobs, picks, alone), parts)
             else:
-                alone = self._alone()
+                alone = self._alone(expected)
                 reply = await self._handle.verify.remote(jobs, picks, alone, *sources)
         except (RayActorError, LinkLostError) as error:
             raise TargetLost(self._lost(error)) from error
@@ -239,10 +240,9 @@ class TargetPeer(_Peer):
         self._tally.busy(self.name, reply.span.seconds)
         if alone and not reply.alone:
             self._cannot()
-        expected = sum(max(1, len(job.context.ids)) + len(job.block) for job in jobs)
         if reply.tokens <= expected and all(job.context.agreed for job in jobs):
             self._observe(reply)
-        return [Judgement(verdict, reply.span, len(jobs)) for verdict in reply.verdicts]
+        return [Judgement(verdict, reply.span, len(jobs), reply.passes) for verdict in reply.verdicts]
 
 
 Draft = tuple[DraftBlock, ProbsHandle | None]

@@ -18,7 +18,7 @@ from duo_ray.config import Config, DraftConfig
 from duo_ray.core.gamma import Policy
 from duo_ray.hardware.cores import CoreClaims, show_cores
 from duo_ray.hardware.machine import Machine, detect_machine
-from duo_ray.hardware.placement import Plan, check_machine, make_plan
+from duo_ray.hardware.placement import Plan, check_machine, make_plan, target_cores
 from duo_ray.models.calibration import Calibration, calibration_file, read_calibration, write_calibration
 from duo_ray.models.catalog import (
     TargetFiles,
@@ -41,7 +41,7 @@ Progress = Callable[[str, float | None], None]
 
 _LEAST_CONTEXT = 256
 _WARM_UP_SHAPES = 6
-_CALIBRATION = 3
+_CALIBRATION = 4
 """Changes when what is kept of a start comes to mean something else."""
 _CONTENTION = 0.06
 """Of two models on one CPU: a pass of the target took 0 to 7% longer beside a busy draft (benchmarks/README.md)."""
@@ -118,6 +118,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
     target = config.models.target
     vocab_size = min(tokenizer.vocab_size, files.vocab_size)
     opening = chat_opening(TokenizerVocabulary(tokenizer))
+    own, spare = target_cores(config, plan, engine)
     settings = PipelineSettings(
         footprint=_footprint(plan),
         target=TargetSettings(
@@ -129,10 +130,10 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
             slots=target.slots,
             max_context=target_context,
             vocab_size=vocab_size,
-            threads=plan.target.threads,
-            cores=plan.target.cores,
+            threads=plan.target.threads if own is plan.target.cores else len(own),
+            cores=own,
             repack=repack,
-            spare_cores=_spare_cores(config, plan, engine),
+            spare_cores=spare,
             attn_implementation=target.attn_implementation,
             chunk=target.chunked_prefill,
             device_map=target.device_map,
@@ -365,13 +366,6 @@ def _dtype(
     measured = ", ".join(f"{name} {value * 500:.1f}" for name, value in seconds.items())
     notes.append(f"precision: {dtype}, the faster one here (mean of T(1) and T(8) of two layers, ms: {measured})")
     return dtype
-
-
-def _spare_cores(config: Config, plan: Plan, engine: str) -> tuple[int, ...]:
-    """The drafts' cores, for a target in llama.cpp that shares the CPU with them and has threads as it likes."""
-    if engine != "llama_cpp" or plan.device != "cpu" or config.models.target.threads != "auto" or not plan.target.cores:
-        return ()
-    return tuple(sorted({core for draft in plan.drafts for core in draft.cores} - set(plan.target.cores)))
 
 
 def _placement_note(plan: Plan, *, anywhere: bool) -> str:

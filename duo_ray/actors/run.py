@@ -59,7 +59,7 @@ class Run(Generic[Probs]):
         self._in_step = False
         self._comparable = False
         """Whether the overhead of the step before says something beside that of this one."""
-        self._chunk = 1
+        self._chunk, self._further = 1, 0
         if self._draft is not None:
             self._draft.requests += 1
 
@@ -93,9 +93,9 @@ class Run(Generic[Probs]):
         """Which draft actor it uses."""
         return self._draft_name
 
-    def begin_round(self, plan: Plan | None, chunk: int) -> bool:
+    def begin_round(self, plan: Plan | None, chunk: int, further: int) -> bool:
         """Start a step, unless a prefill goes on. True: it has a lead that the others wait for."""
-        self._chunk = chunk
+        self._chunk, self._further = chunk, further
         if self._in_step:
             return False
         self._in_step = True
@@ -170,7 +170,7 @@ class Run(Generic[Probs]):
         target, decoding = self._target, self.decoding
         while True:
             await asyncio.sleep(0)  # all of the round ask their drafts first: idle ones lend the target their cores
-            job = decoding.verify_job(self._chunk)
+            job = decoding.verify_job(self._chunk, further=self._further)
             try:
                 judgement = await target.verify(job, decoding.hand_probs)
             except TargetLost:
@@ -184,7 +184,8 @@ class Run(Generic[Probs]):
             else:
                 self.prefilling = not decoding.prefilled(judgement.verdict)
                 name = "prefill" if self.prefilling else "verify"
-                self._note("target", name, judgement.span, block=len(job.block), accepted=judgement.verdict.accepted)
+                told = {"block": len(job.block), "accepted": judgement.verdict.accepted, "passes": judgement.passes}
+                self._note("target", name, judgement.span, **told)
                 if not self.prefilling:
                     return judgement
                 await self._rounds.join(self)
@@ -241,14 +242,15 @@ class Run(Generic[Probs]):
         """Note a step's times; `late`: a block came that an earlier step had asked for, or one is still to come."""
         lead_seconds = lead.span.seconds if lead is not None else 0.0
         block_seconds = block.span.seconds if block is not None else 0.0
-        overhead = self._stats.timed(wall, judgement.span, lead_seconds, block_seconds)
+        passes = judgement.passes
+        overhead = self._stats.timed(wall, judgement.span, lead_seconds, block_seconds, passes=passes)
         asked, before = self.decoding.current_plan, self._comparable
         self._comparable = not late and len(self._rounds) == 1
         if not late:
             drafting = bool(asked.lead or asked.gamma or asked.read)
             self._costs.observe_overhead(overhead, drafting=drafting, follows=before and self._comparable)
         plain = self._costs.target_seconds(judgement.requests, alone=True)
-        self._stepped(StepTimes(judgement.span.seconds, overhead, plain))
+        self._stepped(StepTimes(judgement.span.seconds, overhead, plain, passes))
         self._note("coordinator", "step", wall)
 
     def _note(self, actor: str, name: str, span: Span, **details: int) -> None:

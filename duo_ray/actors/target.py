@@ -13,7 +13,8 @@ from duo_ray.actors import wire
 from duo_ray.actors.node import find_here, node_id
 from duo_ray.actors.passing_thread import in_passing_thread
 from duo_ray.core.context import IdLog
-from duo_ray.hardware.cores import pin, pin_threads, threads_here
+from duo_ray.core.stretch import draw_further
+from duo_ray.hardware.cores import give_way, pin, pin_threads, threads_here
 from duo_ray.hardware.pages import collapse_pages
 from duo_ray.models.catalog import resolve_gguf_target, resolve_target
 from duo_ray.models.silence import silence_transformers
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 _ALONE_STEPS = 3
 _TELLING = (1, 8)
-"""Widths of a pass, in tokens, that more cores must make faster."""
+"""Widths of a pass, in tokens, of which more cores must make one faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ class TargetActor:
         self._before = threads_here()
         if settings.cores:
             pin((*settings.cores, *settings.spare_cores))
+        if settings.device == "cpu":
+            give_way()
         self._busy = threading.Lock()  # actor calls and the socket's thread take turns
         self._alone: bool | None = None
         in_passing_thread(self._load)
@@ -169,7 +172,7 @@ class TargetActor:
         with self._busy:
             self._timings, alone = in_passing_thread(self._time_alone)
         own = dict(self._timings)
-        faster = all(seconds < own[width] for width, seconds in alone if width in _TELLING)
+        faster = any(seconds < own[width] for width, seconds in alone if width in _TELLING)
         return self._timings, alone if faster else ()
 
     def _time_alone(self) -> tuple[Timings, Timings]:
@@ -195,7 +198,7 @@ class TargetActor:
     def verify(
         self, jobs: Sequence[VerifyJob], picks: Sequence[ProbsPick | None], alone: bool, *probs: Sent
     ) -> TargetReply:
-        """One pass.
+        """One pass, or several where the only job asks for further tokens.
 
         Args:
             picks: whose are which of `probs`.
@@ -205,6 +208,8 @@ class TargetActor:
         with self._busy:
             self._spread(alone=alone)
             reply = self._model.verify(jobs, picked(picks, probs))
+            if len(jobs) == 1 and jobs[0].further:
+                reply = draw_further(self._model, jobs[0], reply)
             return replace(reply, alone=True) if self._alone else reply
 
     def release(self, request_id: str) -> None:

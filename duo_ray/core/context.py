@@ -7,6 +7,7 @@ crops to the agreed length and appends, or says that it does not hold that prefi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from duo_ray.types import Context, Ids
 
@@ -31,7 +32,7 @@ class IdLog:
     def extend(self, ids: Iterable[int]) -> None:
         digest = self._digests[-1]
         for token in ids:
-            digest = (digest * _BASE + token + 1) % _MODULUS
+            digest = _extended(digest, token)
             self._digests.append(digest)
             self.ids.append(token)
 
@@ -57,6 +58,18 @@ class IdLog:
         self.crop(context.agreed)
         self.extend(context.ids)
         return True
+
+
+def followed(context: Context, token: int) -> Context:
+    """The message that comes after `context`, to one who has taken in all of that: one more id."""
+    digest = context.digest
+    for each in context.ids:
+        digest = _extended(digest, each)
+    return replace(context, agreed=context.length, digest=digest, ids=(token,))
+
+
+def _extended(digest: int, token: int) -> int:
+    return (digest * _BASE + token + 1) % _MODULUS
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

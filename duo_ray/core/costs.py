@@ -21,6 +21,9 @@ Array = NDArray[np.float64]
 LARGEST = 64
 """No more than this many tokens are ever planned for one block or one lead."""
 
+STRETCH_S = 0.04
+"""Plain steps of a request alone are taken together for so long: a message between coordinator and target costs about a
+millisecond, and whoever else comes waits for the end of it."""
 _WIDE = 8
 """Ids read by one draft call from which on its time tells something of decodes of many sequences."""
 
@@ -33,6 +36,10 @@ _LEVEL = 0.3**2
 """Variance, in log-seconds, of the whole curve: another load on the machine, a longer context."""
 _SHAPE = 0.2**2
 """Variance of the curve's shape, per doubling of the width."""
+_FIRST = 0.7**2
+"""Variance, in log-seconds, of the step from a pass of one token to wider ones, which other kernels compute."""
+_FIRST_STAYS = 0.02
+"""Share of it that comes back: once known, all widths change together."""
 _APART = 0.5**2, 0.2**2
 """The same two variances of the difference between passes with all cores and passes beside a draft."""
 _APART_STAYS = 0.1
@@ -48,9 +55,9 @@ class _Curve:
 
     A Kalman filter over log-seconds at widths that lie close together up to `dense` and 15% apart from there to
     `_WIDEST`; in between it is interpolated. Prior mean: a line, 1 + slope (n - 1). Prior covariance: a
-    common level, plus a Brownian motion in log2(n). So a pass of one width moves the estimate of all (the machine got
-    slower), its own and its neighbours' the most (the curve is concave there), and a width not seen lately follows the
-    others.
+    common level, plus a Brownian motion in log2(n), plus a step behind the first width. So a pass of one width moves
+    the estimate of all (the machine got slower), its own and its neighbours' the most (the curve is concave there), and
+    a width not seen lately follows the others.
 
     A pause of the process only ever makes a pass slower. So a value far above the estimate is set aside; the third in a
     row is believed, at once and for all widths. A value far below is believed immediately.
@@ -64,8 +71,9 @@ class _Curve:
         widths = np.concatenate([np.arange(1.0, dense), np.geomspace(dense, _WIDEST, steps + 1)])
         doublings = np.log2(widths)
         self._mean = np.log1p(slope * (widths - 1))
-        self._prior = _LEVEL + _SHAPE * np.minimum(doublings[:, None], doublings[None, :])
-        self._covariance = self._prior
+        first = _FIRST * np.outer(widths > 1.0, widths > 1.0)
+        smooth = _LEVEL + _SHAPE * np.minimum(doublings[:, None], doublings[None, :])
+        self._prior, self._covariance = smooth + _FIRST_STAYS * first, smooth + first
         self._apart = _APART[0] + _APART[1] * np.minimum(doublings[:, None], doublings[None, :])
         self._jump: Array = np.ones_like(self._prior)
         self._slow_in_a_row = {False: 0, True: 0}  # by kind
@@ -254,6 +262,17 @@ class Costs:
     def overhead(self, *, drafting: bool) -> float:
         """Round overhead by the last ones, seconds: of a step in which the draft is asked for something, or is not."""
         return self._overhead.seconds(drafting=drafting)
+
+    def all_cores_seconds(self, tokens: float) -> float | None:
+        """Estimate of a pass on the drafts' cores, too, be it the faster or not; None where there is none."""
+        return float(self._target.seconds(tokens, alone=True)) if self._target.seen_alone else None
+
+    def stretch(self) -> int:
+        """Plain steps that a request alone takes in one call of the target, so that they share its overhead: as many as
+        fit into `STRETCH_S`. One by frozen costs, whose plans must not depend on others.
+        """
+        fitting = 1 if self._is_frozen else int(STRETCH_S / self.target_seconds(1, alone=True))
+        return max(1, min(fitting, LARGEST))
 
     @property
     def both_overheads_known(self) -> bool:

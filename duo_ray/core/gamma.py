@@ -78,6 +78,8 @@ class Plan:
     """For people: why this and not another."""
     read: int = 0
     """Ids the draft is to read in a step in which it writes nothing: it is too far behind to write in time."""
+    further: int = 0
+    """Plain steps after this one that may be taken at once with it."""
 
 
 def tokens_per_second(
@@ -144,7 +146,7 @@ class GammaController:
     this request's own) and feeds what it observes into both, so that the next request starts wiser. A reproducible
     request brings a fresh `Acceptance` and `costs.frozen()`.
 
-    Plain decoding begins when no plan is expected to be 1% faster, and ends when one is expected to be 4% faster. In
+    Plain decoding begins when no plan is expected to be 1% faster, and ends when one is expected to be 2% faster. In
     between, small probes beside the target's pass keep the estimates alive: each after twice as many steps as the one
     before (up to 6 where they fit beside the pass, 256 where they do not), and only when the time a probe may cost has
     been saved up from 2% of the time of plain decoding (1% where a target alone is faster than one beside a draft). A
@@ -153,7 +155,7 @@ class GammaController:
     While drafting gains little, a step now and then is a plain one: how the overheads of both differ counts then.
     """
 
-    _LEAVE, _RETURN = 1.01, 1.04
+    _LEAVE, _RETURN = 1.01, 1.02
     _UNTRIED = 0.9
     """A draft much faster than the target, of which nothing else is known yet, is tried unless it is expected to lose
     more: a guess is no reason."""
@@ -181,23 +183,25 @@ class GammaController:
         self._drafted = self._comparisons = 0
         """Steps since the last one that was plain to be compared, and how many there were of those."""
 
-    def plan(self, *, may_lead: bool = True, behind: int = 1) -> Plan:
+    def plan(self, *, may_lead: bool = True, behind: int = 1, further: int = 0) -> Plan:
         """For the coming step.
 
         Args:
             may_lead: whether a lead would be drafted before it, if the plan has one.
             behind: ids the draft has not read yet.
+            further: plain steps that were taken at once with the one before.
         """
         if not self._allowed.any():
-            return Plan(0, 0, False, "plain: the configuration leaves nothing to draft")
+            return Plan(0, 0, False, "plain: the configuration leaves nothing to draft", further=LARGEST)
         costs = self.costs
         plain = costs.target_seconds(1, alone=True)
         second, share = self._plain_seconds(), self._PROBE_SHARE
         if costs.target_seconds(1) > plain:  # no probe is free, and all that is saved up will be spent
             share = self._COSTLY_PROBE_SHARE
-        self._probing.save(share * second, most=self._SAVED_STEPS * second)
+        self._probing.save((1 + further) * share * second, most=self._SAVED_STEPS * second)
+        self._probing.passed(further)
         if self._plain and self._probing.rests():
-            return Plan(0, 0, False, self._why_plain)
+            return self._rest()
         lead, gamma = self._best()
         gain = self._gain(lead, gamma)
         needed = self._RETURN if self._plain else self._LEAVE
@@ -211,7 +215,10 @@ class GammaController:
                 return Plan(0, 0, False, COMPARE)
             return Plan(lead, gamma, gamma > 0, "fixed" if self._allowed.sum() == 1 else "auto")
         self._why_plain = f"plain: drafting {gain:.2f}x of plain decoding"
-        return self._probe(lead, gamma, gain, may_lead=may_lead, behind=behind) or Plan(0, 0, False, self._why_plain)
+        return self._probe(lead, gamma, gain, may_lead=may_lead, behind=behind) or self._rest()
+
+    def _rest(self) -> Plan:
+        return Plan(0, 0, False, self._why_plain, further=self._probing.ahead)
 
     def _compares(self) -> bool:
         """Whether this step is a plain one, so that its overhead can be compared with that of the one before."""
@@ -324,9 +331,9 @@ class GammaController:
         else:
             probe = Plan(0, size, True, PROBE)
             block = max(second, size * token) - plain + self.acceptance.head * (costs.target_seconds(size) - second)
-            block += policy.contention * second + slowed
+            block += policy.contention * max(second, reading) + slowed
         overhead = costs.overhead(drafting=True)
-        block += overhead - costs.overhead(drafting=False)
+        block += overhead - costs.overhead(drafting=False) / costs.stretch()
         cost = block + self._lead_cost(probe.lead, alone=not probe.overlap) + (reading if probe.lead else 0.0)
         one_more = self._lead_cost(1, alone=False) + reading
         if second > plain:
@@ -352,8 +359,9 @@ class GammaController:
         return float(rates[self._allowed].max()) * self._plain_seconds() < needed
 
     def _plain_seconds(self) -> float:
-        """Of a step of plain decoding."""
-        return self.costs.target_seconds(1, alone=True) + self.costs.overhead(drafting=False)
+        """Of a step of plain decoding, in a stretch of them."""
+        overhead = self.costs.overhead(drafting=False) / self.costs.stretch()
+        return self.costs.target_seconds(1, alone=True) + overhead
 
     def _lead_cost(self, lead: int, *, alone: bool) -> float:
         """Seconds a lead adds to a pass when none of it is accepted."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from duo_ray.core.costs import LARGEST
+
 
 class Purse:
     """What all requests have saved up for probes, seconds."""
@@ -36,9 +38,20 @@ class Probing:
         self._gap = self._wait = 1
         self._resting, self.purse.price = 0, 0.0
 
+    @property
+    def ahead(self) -> int:
+        """Coming steps in which nothing need be decided, and no probe is due and paid: planning takes time, too."""
+        if self.purse.seconds < self.purse.price:
+            return LARGEST if self._resting else 0
+        return max(0, min(self._resting, self._wait - 1))
+
+    def passed(self, steps: int) -> None:
+        """So many steps were taken at once with the one before; together they rest as one."""
+        self._wait -= steps
+
     def rests(self) -> bool:
-        """Whether nothing need be decided in this step, and no probe is due and paid: planning takes time, too."""
-        if not self._resting or (self._wait <= 1 and self.purse.seconds >= self.purse.price):
+        """Whether this step is one of those `ahead`; asked once a step."""
+        if not self.ahead:
             return False
         self._resting -= 1
         self._wait -= 1

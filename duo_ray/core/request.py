@@ -44,7 +44,7 @@ class Generation:
         self.log = IdLog(request.prompt)
         self.finish_reason: FinishReason | None = None
         self._max_tokens = request.max_tokens if max_tokens is None else min(max_tokens, request.max_tokens)
-        self._eos_ids = frozenset() if request.ignore_eos else eos_ids
+        self.eos_ids = frozenset() if request.ignore_eos else eos_ids
         self._detokenizer = detokenizer
         self._text = ""
         self._held: deque[_Held] = deque()
@@ -69,7 +69,7 @@ class Generation:
             self.log.extend((token,))
             start = len(self._text)
             cut = None
-            if token in self._eos_ids:
+            if token in self.eos_ids:
                 self.finish_reason = FinishReason.STOP
             else:
                 self._text += self._detokenizer.push(token)

@@ -51,12 +51,13 @@ class Participant(Protocol):
         """Which draft actor it uses."""
         ...
 
-    def begin_round(self, plan: Plan | None, chunk: int) -> bool:
+    def begin_round(self, plan: Plan | None, chunk: int, further: int) -> bool:
         """Start a step, unless a prefill goes on. True: it has a lead that the others wait for.
 
         Args:
             plan: what was decided together with others; None: the request decides for itself.
             chunk: prompt tokens it may prefill in this round.
+            further: plain steps it may take at once with this one.
         """
         ...
 
@@ -93,7 +94,8 @@ class RoundPlanner(Generic[P]):
         shared = self._budget.plan(seats, rows=rows, drafts=self._drafts, elapsed=elapsed, busy=bool(at_work))
         plans = dict(zip(sharing, shared, strict=True))
         chunk = prefill_chunk(self._costs, self._chunk, prefilling=prefilling, streaming=len(participants) - prefilling)
-        leading = [each for each in participants if each.begin_round(plans.get(each), chunk)]
+        further = self._costs.stretch() - 1 if rows == 1 else 0  # others would wait for its end
+        leading = [each for each in participants if each.begin_round(plans.get(each), chunk, further)]
         writing = [each.decoding for each in participants if not each.prefilling]
         blocks = [(each.controller.usual_tokens(each.gamma), each.behind) for each in writing]
         self._draft_call = draft_call_seconds(self._budget.costs, blocks, self._drafts)

@@ -11,13 +11,14 @@ from duo_ray.types import DraftBlock, Span
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one decode step."""
+    """Seconds of one decode step, or of several plain ones that were taken at once."""
 
     target: float
-    """The target pass that judged the request's block, beside those of others."""
+    """The target pass that judged the request's block, beside those of others; or all passes."""
     overhead: float
     plain: float
     """Estimate: one plain pass over as many requests."""
+    steps: int = 1
 
 
 @dataclass(slots=True)
@@ -91,16 +92,19 @@ class RequestStats:
         if block.prompt_tokens <= 2:  # the decode behind the first token; a prompt pass is not the cost of a token
             self.drafted_seconds += share * block.prompt_seconds
 
-    def timed(self, wall: Span, target: Span, lead_seconds: float, overlapped_seconds: float) -> float:
-        """One decode step: its wall time, the target's pass, drafting before it (a lead) and beside it.
+    def timed(
+        self, wall: Span, target: Span, lead_seconds: float, overlapped_seconds: float, *, passes: int = 1
+    ) -> float:
+        """One decode step: its wall time, the target's pass, drafting before it (a lead) and beside it; or as many
+        plain steps as there were `passes`.
 
-        Returns the round overhead: what the step took beyond the models' own work.
+        Returns the round overhead: what all of that took beyond the models' own work.
         """
         overhead = max(0.0, wall.seconds - lead_seconds - max(target.seconds, overlapped_seconds))
         self._step_seconds += wall.seconds
-        self._target_seconds.append(target.seconds)
+        self._target_seconds += [target.seconds / passes] * passes
         self._draft_seconds += lead_seconds + overlapped_seconds
-        self._overheads.append(overhead)
+        self._overheads += [overhead / passes] * passes
         return overhead
 
     @property

@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 
 from duo_ray.core.budget import Seat
 from duo_ray.core.context import common_prefix
+from duo_ray.core.costs import LARGEST
 from duo_ray.core.gamma import PROBE, GammaController, Plan
 from duo_ray.core.request import Detokenizer, Generation
 from duo_ray.core.stats import RequestStats
@@ -61,6 +62,8 @@ class _Sent:
     base: int
     assumed: Ids
     gamma: int
+    probe: bool
+    """Nothing is to be gained by its block but what it tells."""
 
 
 @dataclass(slots=True)
@@ -127,6 +130,8 @@ class Decoding(Generic[Probs]):
         self._draft_agreed = 0
         self._draft_holds = 0  # at least so many of the ids are in the draft's cache
         self._step = -1
+        self._further = 0
+        """Plain steps that were taken at once with the last one."""
         stats.prompt_tokens = len(request.prompt)
 
     @property
@@ -186,10 +191,12 @@ class Decoding(Generic[Probs]):
     def _bounded_plan(self, without_draft: str | None, shared: Plan | None) -> Plan:
         obstacle = self._obstacle(without_draft)
         if obstacle is not None or self._draft_context is None:
-            return Plan(0, 0, False, obstacle or "no draft")
+            return Plan(0, 0, False, obstacle or "no draft", further=LARGEST)
         first = not self.generation.token_ids
         may_lead = not (first or self._hand.ids)
-        plan = self.controller.plan(may_lead=may_lead, behind=self.behind) if shared is None else shared
+        plan = shared
+        if plan is None:
+            plan = self.controller.plan(may_lead=may_lead, behind=self.behind, further=self._further)
         # The first token never waits for the draft's prompt pass.
         lead = min(plan.lead, self.generation.remaining - 1) if may_lead else 0
         held = len(self._hand.ids) + max(0, lead)
@@ -197,15 +204,21 @@ class Decoding(Generic[Probs]):
         gamma = min(plan.gamma, room * self._max_sequences) if plan.overlap else 0
         if len(self.generation.log) + held + max(0, gamma) > self._draft_context:
             return Plan(0, 0, False, f"the draft's context of {self._draft_context} tokens is full")
-        return Plan(max(0, lead), max(0, gamma), plan.overlap, plan.reason, plan.read)
+        return replace(plan, lead=max(0, lead), gamma=max(0, gamma))
 
-    def verify_job(self, chunk: int) -> VerifyJob:
+    def verify_job(self, chunk: int, *, further: int = 0) -> VerifyJob:
         """The block in hand, for the target to judge; an empty one is plain decoding.
 
-        `chunk`: how many ids of a prompt the target may run in this pass; see `prefilled`.
+        Args:
+            chunk: how many ids of a prompt the target may run in this pass; see `prefilled`.
+            further: plain steps it may take at once with this one, if the plan lets it.
         """
-        hand = self._hand
+        hand, plan = self._hand, self._plan
         context = self._context(self._target_agreed)
+        at_work = hand.ids or plan.lead or plan.gamma or plan.read or (self._sent is not None and not self._sent.probe)
+        if at_work or self.request.reproducible or not self.generation.token_ids:
+            further = 0
+        further = min(further, plan.further, self.generation.remaining - 1)
         return VerifyJob(
             context,
             hand.ids,
@@ -214,6 +227,8 @@ class Decoding(Generic[Probs]):
             offset=hand.offset,
             chunk=chunk,
             reproducible=self.request.reproducible,
+            further=further,
+            ends=self.generation.eos_ids if further else frozenset(),
         )
 
     @property
@@ -238,7 +253,7 @@ class Decoding(Generic[Probs]):
             self.stats.gamma_history.append(budget)
         else:
             base, assumed = min(length, self._draft_holds + self._plan.read), ()
-        self._sent = _Sent(base, assumed, budget)
+        self._sent = _Sent(base, assumed, budget, self._plan.reason == PROBE)
         return DraftJob(
             self._context(self._draft_agreed, end=base, extra=assumed),
             assumed=len(assumed),
@@ -320,7 +335,7 @@ class Decoding(Generic[Probs]):
         ending, log = self._ending, self.generation.log
         committed = tuple(log.ids[sent.base :])
         if ending is not None and not ending.settled and ending.verdict.token is not None:
-            committed += (ending.verdict.token,)
+            committed += (ending.verdict.token, *ending.verdict.further)
         self._draft_holds = sent.base + common_prefix(sent.assumed, committed)
         if sent.gamma == 0:
             return
@@ -357,8 +372,11 @@ class Decoding(Generic[Probs]):
             gamma=ending.gamma,
             best_tail=ending.best_tail,
         )
+        self._further = 0
         if ending.settled or self.finished:
             return []
+        if ending.verdict.further:
+            return self._commit_stretch(ending)
         if ending.bet_won:
             self.stats.accepted_tokens += 1
             return self._commit_drawn(ending, Origin.ACCEPTED)
@@ -385,6 +403,19 @@ class Decoding(Generic[Probs]):
         ending.settled = True
         token = ending.verdict.token
         return [] if token is None else self._commit((token,), origin, ending.verdict.logprobs[ending.accepted :])
+
+    def _commit_stretch(self, ending: _Ending) -> list[Token]:
+        """Commit what was drawn in plain steps taken at once, each of them a step."""
+        tokens = self._commit_drawn(ending, Origin.PLAIN)
+        for place, token in enumerate(ending.verdict.further, 1):
+            if self.finished:
+                break
+            self._step += 1
+            self._further += 1
+            self.stats.verified(0, 0)
+            tokens += self._commit((token,), Origin.PLAIN, ending.verdict.logprobs[place : place + 1])
+        self.stats.reasons[self._plan.reason.partition(": ")[0]] += self._further
+        return tokens
 
     def _commit(self, ids: Ids, origin: Origin, logprobs: tuple[TokenLogprobs, ...]) -> list[Token]:
         tokens = self.generation.commit(ids, origin, self._step, logprobs)

@@ -221,6 +221,20 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     return Plan(device, 0 if device == "cpu" else _gpu_count(config, machine.gpus), share, tuple(shares))
 
 
+def target_cores(config: Config, plan: Plan, engine: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The target's own cores, and more for passes that they make faster.
+
+    A target in llama.cpp that has threads as it likes may have the drafts' while none of them works. Without a draft it
+    leaves one to the rest of the pipeline in passes of few tokens, which are as fast so.
+    """
+    own = plan.target.cores
+    if engine != "llama_cpp" or plan.device != "cpu" or config.models.target.threads != "auto" or not own:
+        return own, ()
+    if not plan.drafts and len(own) > 1:
+        return own[:-1], own[-1:]
+    return own, tuple(sorted({core for draft in plan.drafts for core in draft.cores} - set(own)))
+
+
 def _check_cluster(config: Config) -> None:
     hardware, target = config.hardware, config.models.target
     for name in ("cpu_cores", "cpu_affinity", "gpu_type"):

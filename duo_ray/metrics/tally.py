@@ -163,16 +163,18 @@ class Tally:
             self._histograms[TTFT].observe(seconds)
 
     def step(self, done: StepCounts, times: StepTimes | None, gap: float | None) -> None:
-        """One request went one step further; `gap` is the time since its last output, None without tokens or before."""
-        counters = self._counters
+        """One request went one step further, or several at once; `gap` is the time since its last output, None without
+        tokens or before.
+        """
+        counters, steps = self._counters, 1 if times is None else times.steps
         with self._lock:
             second = self._history.at(self.clock())
-            second.steps += 1
+            second.steps += steps
             second.tokens += done.tokens
             second.gamma += done.gamma
             second.drafted_seconds += done.drafted_seconds
             second.drafted_tokens += done.drafted
-            counters[TARGET_STEPS, ()] += 1
+            counters[TARGET_STEPS, ()] += steps
             counters[GENERATED_TOKENS, ()] += done.tokens
             counters[DRAFT_TOKENS, ()] += done.drafted
             counters[ACCEPTED_TOKENS, ()] += done.accepted
@@ -186,14 +188,15 @@ class Tally:
             for sequences in done.blocks:
                 second.blocks[sequences] += 1
             if done.plain_reason is not None:
-                self._add(PLAIN_STEPS, done.plain_reason, 1)
+                self._add(PLAIN_STEPS, done.plain_reason, steps)
             if gap is not None:
                 self._histograms[INTER_TOKEN].observe(gap)
                 second.gaps += gap
                 second.plain += times.plain * done.tokens if times is not None else 0.0
             if times is not None:
-                self._histograms[OVERHEAD].observe(times.overhead)
-                second.timed_steps += 1
+                for _ in range(steps):
+                    self._histograms[OVERHEAD].observe(times.overhead / steps)
+                second.timed_steps += steps
                 second.target += times.target
                 second.overhead += times.overhead
 

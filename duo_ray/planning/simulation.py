@@ -258,8 +258,8 @@ class _Target:
         room = missing if job.chunk is None else max(job.chunk, len(block) + 1)
         whole, width = missing <= room, min(missing, room)
         accepted = next((i for i, token in enumerate(block) if token != 0), len(block)) if whole else 0
-        self._holds[request_id] = length + accepted if whole else held + width
-        verdict = Verdict(request_id, accepted, 0 if whole else None)
+        self._holds[request_id] = length + accepted + job.further if whole else held + width
+        verdict = Verdict(request_id, accepted, 0 if whole else None, further=(0,) * job.further)
         drafting = self._world.drafting
         judgement = await self._batcher.submit(_Pass(width, verdict, prefill=missing > len(block) + 1))
         await self._world.delivery(drafting=drafting)
@@ -276,12 +276,13 @@ class _Target:
         world, began = self._world, now()
         tokens = sum(each.width for each in passes)
         alone = world.alone
-        seconds = world.noisy((alone or world.hardware.target)(tokens))
+        count = 1 + max(len(each.verdict.further) for each in passes)
+        seconds = sum(world.noisy((alone or world.hardware.target)(tokens)) for _ in range(count))
         await asyncio.sleep(seconds)
         if not any(each.prefill for each in passes):
-            world.costs.observe_target(tokens, seconds, alone=alone is not None)
+            world.costs.observe_target(tokens, seconds / count, alone=alone is not None)
         span = Span(began, now())
-        return [Judgement(each.verdict, span, len(passes)) for each in passes]
+        return [Judgement(each.verdict, span, len(passes), count) for each in passes]
 
 
 class _Draft:

@@ -70,3 +70,29 @@ def test_what_has_waited_for_the_interval_comes_without_more() -> None:
         return ids_of(found)
 
     assert asyncio.run(stream()) == [[0], [1], [2]]
+
+
+def test_behind_the_first_a_message_leaves_the_loop_to_what_is_waiting_for_it() -> None:
+    """Tokens wake both the message and the step that follows, which asks the models for more."""
+
+    async def stream() -> list[str]:
+        queue: asyncio.Queue[Delta | Finished | None] = asyncio.Queue()
+        items, done = gathered(queue, 0.0), []
+        queue.put_nowait(delta(1))
+        await anext(items)
+
+        async def ask() -> None:
+            for _ in range(3):  # whatever it takes until the models are asked
+                await asyncio.sleep(0)
+            done.append("models asked")
+
+        async def tell() -> None:
+            await anext(items)
+            done.append("told")
+
+        queue.put_nowait(delta(2))
+        await asyncio.gather(tell(), ask())
+        await items.aclose()
+        return done
+
+    assert asyncio.run(stream()) == ["models asked", "told"]

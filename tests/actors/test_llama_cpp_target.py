@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from duo_ray.config import load_config
+from duo_ray.core.costs import STRETCH_S
 from duo_ray.equivalence import GGUF_RESOLUTION, LARGEST_LOGIT, compare
 from duo_ray.models.catalog import resolve_draft
 from duo_ray.session import Duo
@@ -87,6 +88,17 @@ def test_greedy_text_is_llama_cpps_own_up_to_ties(duo: Duo, demo_q4_0: Path) -> 
             (_, best), (second, worse) = shown.top
             assert second == expected[parted]
             assert best - worse <= GGUF_RESOLUTION * LARGEST_LOGIT
+
+
+def test_plain_steps_of_a_request_alone_are_taken_together(duo: Duo) -> None:
+    """The text is llama.cpp's own by the test above, whose requests are plain ones, too."""
+    answer = duo.generate(PROMPTS[0], temperature=0.0, max_tokens=TOKENS, ignore_eos=True, draft=False, trace=True)
+    together = [int(dict(event.details)["passes"]) for event in answer.trace if event.name == "verify"]
+    assert sum(together) == answer.stats["target_steps"] == len(answer.tokens) == TOKENS
+    assert [token.step for token in answer.tokens] == list(range(TOKENS))
+    assert together[0] == 1  # the first token is shown at once
+    if dict(duo.pipeline.info.target.timings)[1] < STRETCH_S / 4:  # on a slow machine a step is a stretch by itself
+        assert max(together) > 1
 
 
 def test_with_a_draft_greedy_text_is_the_targets_own_up_to_ties(duo: Duo) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from benchmarks import plan_check
@@ -13,12 +11,12 @@ from duo_ray.core.gamma import Policy
 from duo_ray.planning import Text
 
 
-def pipeline(t_target, t_draft):
+def measured(t_target, t_draft):
     costs = Costs()
     costs.observe_target(1, t_target)
     costs.observe_target(8, t_target)
     costs.observe_draft(1, t_draft)
-    return SimpleNamespace(measured=costs.as_dict())
+    return costs.as_dict()
 
 
 def turn(count, seconds, **stats):
@@ -27,13 +25,13 @@ def turn(count, seconds, **stats):
 
 
 def test_a_target_alone_that_keeps_its_pace_is_predicted():
-    row = plan_check.compare("target", [turn(40, 0.05)], pipeline(0.05, 0.01), Text(0.8, 8, 40), Policy())
+    row = plan_check.compare("target", [turn(40, 0.05)], measured(0.05, 0.01), Text(0.8, 8, 40), Policy())
     assert row["measured tokens/s"] == pytest.approx(20.0)
     assert abs(row["off by"]) < 0.02
 
 
 def test_a_pipeline_that_is_half_as_fast_as_predicted_is_off():
-    alone = plan_check.compare("target", [turn(40, 0.1)], pipeline(0.05, 0.01), Text(0.8, 8, 40), Policy())
+    alone = plan_check.compare("target", [turn(40, 0.1)], measured(0.05, 0.01), Text(0.8, 8, 40), Policy())
     assert alone["off by"] == pytest.approx(1.0, abs=0.05)
 
 

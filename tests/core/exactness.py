@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -12,6 +13,7 @@ from scipy import stats
 from duo_ray.core.acceptance import Acceptance
 from duo_ray.core.decode import decode
 from duo_ray.core.gamma import GammaController, Plan
+from duo_ray.core.request import Detokenizer
 from duo_ray.core.sampling import distribution, penalise
 from duo_ray.core.stats import RequestStats
 from duo_ray.core.step import Decoding
@@ -37,7 +39,7 @@ class Fixed(GammaController):
     def __init__(self, plan):
         self.fixed, self.acceptance = plan, Acceptance()
 
-    def plan(self, *, may_lead=True, behind=1):
+    def plan(self, *, may_lead=True, behind=1, further=0):
         return self.fixed
 
     def calibrate(self, chance, *, won):
@@ -70,12 +72,14 @@ def decoding(
     max_sequences: int = 1,
     eos: frozenset[int] = frozenset(),
     request_id: str = "r",
+    detokenizer: Detokenizer | None = None,
+    **options: Any,
 ) -> Decoding[DraftProbs]:
-    request = Request(request_id, tuple(prompt), params, max_tokens)
+    request = Request(request_id, tuple(prompt), params, max_tokens, **options)
     return Decoding(
         request,
         eos_ids=eos,
-        detokenizer=Silent(),
+        detokenizer=detokenizer or Silent(),
         controller=Fixed(plan),
         stats=RequestStats(started=0.0),
         max_context=4096,

@@ -75,6 +75,21 @@ def test_a_pass_of_many_requests_is_learned_and_interpolated() -> None:
     assert 5.0 < costs.target_seconds(250) < 7.0
 
 
+def test_other_kernels_for_more_than_one_token_are_believed() -> None:
+    """llama.cpp multiplies by one column and by several with different code: T(2) may be four times T(1)."""
+    measured = ((1, 0.007), (2, 0.0267), (4, 0.037), (8, 0.0446), (16, 0.0528), (32, 0.0938))
+    costs = Costs()
+    for tokens, seconds in measured:
+        costs.observe_target(tokens, seconds)
+    for _ in range(20):  # plain decoding, for a while
+        for tokens, seconds in measured:
+            assert costs.target_seconds(tokens) == pytest.approx(seconds, rel=0.1)
+        costs.observe_target(1, 0.007)
+    for _ in range(4):
+        costs.observe_target(1, 0.014)  # a slower machine
+    assert costs.target_seconds(8) == pytest.approx(2 * 0.0446, rel=0.2)
+
+
 # --- passes beside which no draft works
 
 

@@ -102,7 +102,7 @@ def test_after_20_steps_the_choices_are_within_5_percent_of_the_best(ratio: floa
 def test_a_change_of_acceptance_is_followed_within_20_steps(ratio: float, before: float, after: float) -> None:
     world, changed = World(ratio=ratio, token=before, noise=0.05), World(ratio=ratio, token=after, noise=0.05)
     steps: list[Step] = []
-    for seed in range(200, 205):
+    for seed in range(200, 220):
         loop, controller, costs = start(world, seed)
         list(loop.run(controller, costs, 60))
         loop.world = changed

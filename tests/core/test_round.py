@@ -53,7 +53,7 @@ class Request:
     plan: Plan | None = None
     chunk: int = 0
 
-    def begin_round(self, plan: Plan | None, chunk: int) -> bool:
+    def begin_round(self, plan: Plan | None, chunk: int, further: int) -> bool:
         self.plan, self.chunk = plan, chunk
         self.decoding.gamma = self.own if plan is None else plan.gamma
         return plan is not None and plan.lead > 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from duo_ray.config import ConfigError, load_config
-from duo_ray.hardware.cores import CoreClaims, pin, show_cores
+from duo_ray.hardware.cores import CoreClaims, give_way, pin, show_cores
 from duo_ray.hardware.placement import usable_cores
 from tests.hardware.machines import machine
 
@@ -32,6 +33,26 @@ def test_pinning_holds() -> None:
         assert os.sched_getaffinity(0) == {min(before)}
     finally:
         os.sched_setaffinity(0, before)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
+def test_threads_that_give_way_and_those_they_start_do_not_interrupt_others() -> None:
+    found = []
+
+    def started() -> None:
+        found.append(os.sched_getscheduler(0))
+
+    def giving_way() -> None:
+        give_way()
+        thread = threading.Thread(target=started)
+        thread.start()
+        thread.join()
+
+    thread = threading.Thread(target=giving_way)
+    thread.start()
+    thread.join()
+    assert found == [os.SCHED_BATCH]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_a_platform_without_affinity_gets_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

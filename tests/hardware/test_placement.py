@@ -16,6 +16,7 @@ from duo_ray.hardware.placement import (
     make_plan,
     plan_cores,
     split_cores,
+    target_cores,
     target_device,
     usable_cores,
 )
@@ -243,3 +244,27 @@ class TestPlan:
     def test_what_a_cluster_cannot_be_told_is_refused(self, setting: dict[str, object], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             make_plan(load_config(overrides=CLUSTER | setting), machine(range(8)))
+
+
+class TestTargetCores:
+    """Own cores of a target, and more for passes that they make faster."""
+
+    DRAFTS = (Share(2, 2, (4, 5)), Share(2, 2, (6, 7)))
+
+    @staticmethod
+    def asked(drafts: tuple[Share, ...], engine: str = "llama_cpp", device: str = "cpu", **settings: object):
+        return target_cores(load_config(None, settings), Plan(device, 0, Share(4, 4, (0, 1, 2, 3)), drafts), engine)
+
+    def test_in_llama_cpp_it_may_have_those_of_the_drafts(self) -> None:
+        assert self.asked(self.DRAFTS) == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+    def test_without_a_draft_it_leaves_one_to_the_rest_of_the_pipeline_in_passes_of_few_tokens(self) -> None:
+        assert self.asked(()) == ((0, 1, 2), (3,))
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"engine": "transformers"}, {"device": "cuda:0"}, {"models.target.threads": 2}],
+    )
+    @pytest.mark.parametrize("drafts", [DRAFTS, ()])
+    def test_others_have_their_own(self, change: dict[str, object], drafts: tuple[Share, ...]) -> None:
+        assert self.asked(drafts, **change) == ((0, 1, 2, 3), ())
