@@ -441,7 +441,7 @@ def vocab(
         with progress_bar(quiet=as_json) as bar:
             task = bar.add_task("reading both vocabularies", total=None)
             files = resolve_target(target, progress=lambda text, _share: bar.update(task, description=text))
-            match = examine(resolve_draft(draft), files.tokenizer_path, settings.vocabulary)
+            match = examine(resolve_draft(draft), files, settings.vocabulary)
         if as_json:
             print(json.dumps(match.as_dict(), ensure_ascii=False))
         else:

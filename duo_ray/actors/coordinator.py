@@ -51,6 +51,8 @@ _MODELS_FIRST_S = 0.001
 @dataclass(frozen=True, slots=True)
 class CoordinatorSettings:
     tokenizer_path: str
+    vocab_size: int
+    """Ids that the target emits."""
     policy: Policy
     max_sequences: int
     prefetch: bool
@@ -101,7 +103,7 @@ class Coordinator:
         self._settings = settings
         self._meter = meter or Meter()
         self._target_handle, self._draft_handles = target, drafts
-        self._tokenizer = Tokenizer.load(settings.tokenizer_path)
+        self._tokenizer = Tokenizer.load(settings.tokenizer_path, rows=settings.vocab_size)
         self._costs = Costs()
         self._spare_cores = SpareCores(self._costs)
         self._planner: RoundPlanner[Run[ProbsHandle]] = RoundPlanner(

@@ -94,7 +94,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
     draft = config.models.draft
     drafts = _draft_files(draft, machine, progress)
     draft_path = next(iter(drafts.values()), None)
-    tokenizer = Tokenizer.load(files.tokenizer_path)
+    tokenizer = Tokenizer.load(files.tokenizer_path, rows=files.vocab_size)
     asked = config.models.target.max_seq_len
     target_context = context_length(None if asked == "auto" else asked, files.context_length)
     notes.append(_placement_note(plan, anywhere=anywhere))
@@ -116,7 +116,6 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
 
     optimization = config.optimization
     target = config.models.target
-    vocab_size = min(tokenizer.vocab_size, files.vocab_size)
     opening = chat_opening(TokenizerVocabulary(tokenizer))
     own, spare = target_cores(config, plan, engine)
     settings = PipelineSettings(
@@ -129,7 +128,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
             dtype=dtype,
             slots=target.slots,
             max_context=target_context,
-            vocab_size=vocab_size,
+            vocab_size=tokenizer.vocab_size,
             threads=plan.target.threads if own is plan.target.cores else len(own),
             cores=own,
             repack=repack,
@@ -141,7 +140,9 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
             quantization=target.quantization,
             gpu_layers=gpu_layers(config, plan),
             warmup_steps=max(1, -(-optimization.warmup_steps // _WARM_UP_SHAPES)),
-            opening=opening if max(opening, default=0) < vocab_size else (),  # a chat would be refused, not the start
+            opening=opening
+            if max(opening, default=0) < tokenizer.vocab_size
+            else (),  # a chat would be refused, not the start
         ),
         drafts=tuple(
             DraftSettings(
@@ -161,6 +162,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
         ),
         coordinator=CoordinatorSettings(
             tokenizer_path=str(files.tokenizer_path),
+            vocab_size=tokenizer.vocab_size,
             policy=replace(policy(config), contention=_CONTENTION if plan.device == "cpu" and not anywhere else 0.0),
             max_sequences=optimization.max_sequences,
             prefetch=optimization.prefetch,

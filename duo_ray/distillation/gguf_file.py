@@ -76,7 +76,7 @@ def check_tokenizer(folder: Path, tokenizer: Path, tokenizer_gguf: Path | None) 
         writer = GGUFWriter(path, ARCHITECTURES[config["model_type"]])
         write_tokenizer(writer, tokenizer, tokenizer_gguf, config["vocab_size"])
         _finish(writer)
-        _check_vocabulary(path, Tokenizer.load(tokenizer), tokenizer, config["vocab_size"])
+        _check_vocabulary(path, Tokenizer.load(tokenizer, rows=config["vocab_size"]), tokenizer)
 
 
 def gemma_layer_types(count: int) -> list[str]:
@@ -108,7 +108,7 @@ def write_gguf(folder: Path, tokenizer_gguf: Path | None, path: Path, name: str)
         writer.add_tensor(tensor, np.ascontiguousarray(weights, dtype=np.float32))
     _finish(writer)
     part.replace(path)
-    _check_vocabulary(path, Tokenizer.load(folder), folder, config.vocab_size)
+    _check_vocabulary(path, Tokenizer.load(folder, rows=config.vocab_size), folder)
 
 
 def _finish(writer: Any) -> None:
@@ -191,8 +191,8 @@ def _frequency_factors(config: Any) -> NDArray[np.float32]:
     return factors
 
 
-def _check_vocabulary(path: Path, tokenizer: Tokenizer, folder: Path, rows: int) -> None:
-    ours = TokenizerVocabulary(tokenizer, rows=rows)
+def _check_vocabulary(path: Path, tokenizer: Tokenizer, folder: Path) -> None:
+    ours = TokenizerVocabulary(tokenizer)
     with LlamaVocabulary.open(path) as theirs:
         report, _ = compare(ours, theirs)
         if not report.same:

@@ -101,9 +101,10 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 def _other_model(student: str, name: str, target: TargetFiles) -> Source:
     files = resolve_target(student)
-    ours, theirs = (Tokenizer.load(each.tokenizer_path) for each in (target, files))
-    vocabulary = TokenizerVocabulary(ours, rows=target.vocab_size)
-    report, _ = compare(vocabulary, TokenizerVocabulary(theirs, rows=files.vocab_size))
+    vocabulary, theirs = (
+        TokenizerVocabulary(Tokenizer.load(each.tokenizer_path, rows=each.vocab_size)) for each in (target, files)
+    )
+    report, _ = compare(vocabulary, theirs)
     if report.same and files.vocab_size >= vocabulary.size:
         return Source(files.path, target.tokenizer_path, gguf_target(name), files.context_length, False)
     if not report.shared:

@@ -43,7 +43,8 @@ class Tokenizer:
     """The tokenizer of a model directory.
 
     Attributes:
-        vocab_size: the largest token id plus one; ids from here on are padding of the embedding.
+        vocab_size: the largest token id plus one, or as many as the model has rows; ids from here on are padding of
+            the embedding, or tokens that the model does not know (Gemma 3's tokenizer has one for images).
         bos_id: the id that starts a text, None where the model has none.
         eos_id: the id that ends a text, None where the model has none.
         eos_ids: ids that end an answer.
@@ -59,6 +60,7 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         chat_template: str | None = None,
         add_bos: bool | None = None,
+        rows: int | None = None,
     ) -> None:
         """Wrap a tokenizer of the `tokenizers` library.
 
@@ -66,6 +68,7 @@ class Tokenizer:
             special: texts of bos_token, eos_token, ... as chat templates see them.
             eos_ids: ids that end an answer, beside that of eos_token.
             add_bos: whether plain text starts with BOS; None: as the tokenizer itself does.
+            rows: of the model's embedding, where that is known.
 
         Raises:
             TokenizerError: a decoder that joins tokens in a way not known here.
@@ -81,14 +84,15 @@ class Tokenizer:
         if decoder is None:
             raise TokenizerError("tokenizer.json has no decoder: it cannot make text of tokens")
         self.joining = Joining.of(json.loads(decoder.__getstate__()))
-        self.vocab_size = max([backend.get_vocab_size(with_added_tokens=False), *(token + 1 for token in added)])
+        size = max([backend.get_vocab_size(with_added_tokens=False), *(token + 1 for token in added)])
+        self.vocab_size = size if rows is None else min(size, rows)
         self.bos_id = self._id_of("bos_token")
         self.eos_id = self._id_of("eos_token")
         self.eos_ids = frozenset({*eos_ids, *([] if self.eos_id is None else [self.eos_id])})
 
     @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
-        """Read tokenizer.json and what stands beside it in a model directory.
+    def load(cls, path: str | Path, *, rows: int | None = None) -> Tokenizer:
+        """Read tokenizer.json and what stands beside it in a model directory; `rows`: of that model's embedding.
 
         Raises:
             TokenizerError: no tokenizer.json, or one that cannot be read.
@@ -115,6 +119,7 @@ class Tokenizer:
             eos_ids=_as_ids(generation.get("eos_token_id")),
             chat_template=_chat_template(directory, config),
             add_bos=config.get("add_bos_token"),
+            rows=rows,
         )
 
     @property

@@ -12,6 +12,7 @@ import numpy as np
 
 from duo_ray.hardware.machine import detect_machine
 from duo_ray.models.alignment import Alignment
+from duo_ray.models.catalog import TargetFiles
 from duo_ray.models.conversation import ConversationReader
 from duo_ray.models.llama_cpp import LlamaCppDraft
 from duo_ray.models.tokenizer import Tokenizer
@@ -88,11 +89,11 @@ def adapt(
     ), match
 
 
-def examine(draft: Path, tokenizer: Path, wanted: str) -> VocabularyMatch:
-    """How the draft in a .gguf file would be used with the tokenizer in a directory; errors as of `adapt`."""
+def examine(draft: Path, target: TargetFiles, wanted: str) -> VocabularyMatch:
+    """How the draft in a .gguf file would be used for a target; errors as of `adapt`."""
     model = LlamaCppDraft.load(draft, threads=min(8, len(detect_machine().cores)), max_context=_WEIGHED_TOKENS, slots=1)
     try:
-        return adapt(model, Tokenizer.load(tokenizer), wanted)[1]
+        return adapt(model, Tokenizer.load(target.tokenizer_path, rows=target.vocab_size), wanted)[1]
     finally:
         model.close()
 

@@ -163,10 +163,9 @@ class VocabularyMatch:
 class TokenizerVocabulary:
     """The vocabulary of a `Tokenizer`."""
 
-    def __init__(self, tokenizer: Tokenizer, *, rows: int | None = None) -> None:
-        """`rows`: of the model's embedding, where ids behind it are to be left out (Gemma 3 has one, for images)."""
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.size = tokenizer.vocab_size if rows is None else min(tokenizer.vocab_size, rows)
+        self.size = tokenizer.vocab_size
         self.ends = tuple(sorted(tokenizer.eos_ids, key=lambda token: (token != tokenizer.eos_id, token)))
         self.bos = tokenizer.bos_id if tokenizer.encode("a")[:1] == [tokenizer.bos_id] else None
         self.drops_first_space = bool(tokenizer.joining.first_without_spaces or tokenizer.joining.strip)

@@ -38,7 +38,13 @@ def models(cluster):
 @pytest.fixture
 def settings(demo_target):
     return CoordinatorSettings(
-        tokenizer_path=str(demo_target), policy=Policy(), max_sequences=2, prefetch=True, chunk=64, calibration=None
+        tokenizer_path=str(demo_target),
+        vocab_size=49152,
+        policy=Policy(),
+        max_sequences=2,
+        prefetch=True,
+        chunk=64,
+        calibration=None,
     )
 
 

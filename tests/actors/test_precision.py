@@ -22,7 +22,13 @@ pytestmark = [pytest.mark.ray, pytest.mark.models]
 def start(demo_target):
     ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR")
     settings = CoordinatorSettings(
-        tokenizer_path=str(demo_target), policy=Policy(), max_sequences=2, prefetch=True, chunk=64, calibration=None
+        tokenizer_path=str(demo_target),
+        vocab_size=49152,
+        policy=Policy(),
+        max_sequences=2,
+        prefetch=True,
+        chunk=64,
+        calibration=None,
     )
 
     def start(scenario, quants):

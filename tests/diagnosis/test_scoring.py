@@ -43,7 +43,7 @@ def observed(prepared: Prepared) -> Observed:
     prompt = tuple(tokenizer.chat([{"role": "user", "content": "Why does ice float on water?"}]))
     answer = tuple(tokenizer.encode_part(ANSWER))
     assert prepared.draft_path is not None
-    match = examine(prepared.draft_path, prepared.files.tokenizer_path, prepared.settings.drafts[0].vocabulary)
+    match = examine(prepared.draft_path, prepared.files, prepared.settings.drafts[0].vocabulary)
     texts = (Written(prompt, answer, sampled=False), Written(prompt, answer, sampled=True))
     return Observed(texts, SamplingParams(temperature=0.7), Speed(1, 1.0), Speed(1, 1.0), Judged(), Judged(), COSTS,
                     match, ())  # fmt: skip

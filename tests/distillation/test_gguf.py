@@ -20,11 +20,12 @@ from duo_ray.distillation.gguf_file import check_exportable, gemma_layer_types, 
 from duo_ray.distillation.gguf_tokenizer import _DIGITS, _SPLIT
 from duo_ray.distillation.student import Source, check_student, kept_layers, make_student
 from duo_ray.distillation.workspace import DistillationError
-from duo_ray.models.catalog import TargetFiles
+from duo_ray.models.catalog import TargetFiles, resolve_target
 from duo_ray.models.llama_cpp import LlamaCppDraft
 from duo_ray.models.llama_vocabulary import LlamaVocabulary
 from duo_ray.models.tokenizer import Tokenizer
-from duo_ray.models.vocabulary import SAMPLE, TokenizerVocabulary
+from duo_ray.models.translating import examine
+from duo_ray.models.vocabulary import SAMPLE, Strategy, TokenizerVocabulary
 from tests.distillation.models import small_config, write_model
 from tests.models.tiny_transformers import own_greedy, own_logits
 from tests.models.tokenizers import byte_level, metaspace, sentencepiece
@@ -209,6 +210,8 @@ def test_a_token_behind_the_embedding_is_left_out(tmp_path):
     write_gguf(folder, None, tmp_path / "student.gguf", "student")
     with LlamaVocabulary.open(tmp_path / "student.gguf") as written:
         assert written.size == rows
+    match = examine(tmp_path / "student.gguf", resolve_target(str(folder)), "auto")
+    assert match.strategy is Strategy.SAME, match.describe()
 
 
 def test_weights_that_are_not_there_are_named(tokenizer, tmp_path):
