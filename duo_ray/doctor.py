@@ -13,7 +13,7 @@ from duo_ray.actors.launch import TAGS
 from duo_ray.actors.prepare import Prepared, Progress, prepare
 from duo_ray.config import Config
 from duo_ray.core.costs import Costs
-from duo_ray.core.precision import Estimate
+from duo_ray.core.precision import Estimate, Trial
 from duo_ray.hardware.cores import show_cores
 from duo_ray.hardware.load import sample_load
 from duo_ray.hardware.machine import detect_machine
@@ -117,6 +117,12 @@ def _remembered(report: Report, prepared: Prepared) -> None:
         return
     report.costs = kept.costs
     report.sections["times at an earlier start"] = _times(Costs.from_dict(kept.costs))
+    trials = {quant: Trial(**trial) for quant, trial in kept.costs.get("trials", {}).items()}
+    if trials:
+        report.sections["quantisations of the draft at an earlier start"] = {
+            quant: f"{trial.kept} of {trial.judged} drafted tokens kept" + ", used" * (quant == kept.costs["quant"])
+            for quant, trial in trials.items()
+        }
 
 
 def _measured(report: Report, settings: Config, progress: Progress) -> None:

@@ -101,14 +101,14 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def read_lines(path: Path) -> list[tuple[int, str]]:
-    """The lines of a file that are not blank, with their numbers.
+def read_lines(path: Path) -> list[tuple[int, bytes]]:
+    """The lines of a file that are not blank, with their numbers, for `parse_prompt`.
 
     Raises:
         DuoRayError: no such file, or no such line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().split(b"\n")  # other line ends may stand within a JSON string
     except OSError as error:
         raise DuoRayError(f"{path}: {error.strerror or error}") from None
     found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -117,7 +117,7 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
     return found
 
 
-def parse_prompt(line: str) -> Prompt:
+def parse_prompt(line: str | bytes) -> Prompt:
     """The prompt on one line; see `read_prompts`.
 
     Raises:

@@ -32,7 +32,8 @@ def choose_engine(config: Config, plan: Plan, machine: Machine, notes: MutableSe
     A choice is explained in `notes`.
 
     Raises:
-        ConfigError: llama_cpp with a setting that only transformers has, or for a GPU without a build for it.
+        ConfigError: llama_cpp with a setting that only transformers has, or for a GPU without a build for it; packed
+            weights in transformers, or of what is no .gguf file.
         DuoRayError: neither engine runs the model.
     """
     target = config.models.target
@@ -42,13 +43,17 @@ def choose_engine(config: Config, plan: Plan, machine: Machine, notes: MutableSe
             f"models.target.n_gpu_layers is {target.n_gpu_layers}, but the target runs on the CPU: remove it"
         )
     only = [name for name in _TRANSFORMERS_ONLY if getattr(target, name) != TargetConfig.model_fields[name].default]
-    if target.engine == "llama_cpp":
+    if packed := target.quantization == "gguf":
+        _check_packed(target)
+        only.remove("quantization")
+    if packed or target.engine == "llama_cpp":
         if only:
             raise ConfigError(
                 f"models.target.{only[0]} is {getattr(target, only[0])}, but models.target.engine is llama_cpp, which"
                 " has no such setting: remove one of them"
             )
         _check_gpu_build(config, plan)
+        return "llama_cpp"
     if target.engine != "auto":
         return target.engine
     if target.model == "demo" or plan.device != "cpu" or not plan.target.cores or only:
@@ -81,6 +86,20 @@ def choose_engine(config: Config, plan: Plan, machine: Machine, notes: MutableSe
     reason = "the faster one here" if len(seconds) > 1 else "the one that runs this model"
     notes.append(f"engine: {engine}, {reason} (mean of T(1) and T(8), ms: {shown}); models.target.engine changes it")
     return engine
+
+
+def _check_packed(target: TargetConfig) -> None:
+    asked = "models.target.quantization is gguf"
+    if target.engine == "transformers":
+        raise ConfigError(
+            f"{asked}, but models.target.engine is transformers, which unpacks the weights of such models when it loads"
+            " them: remove one of them (llama_cpp computes with packed ones), or set quantization to int8 or int4"
+        )
+    if gguf_target(target.model) is None:
+        raise ConfigError(
+            f"{asked}, but models.target.model {target.model} is no .gguf file on this disk: give one, or set"
+            " quantization to int8 or int4"
+        )
 
 
 def choose_layout(path: Path, plan: Plan, machine: Machine, notes: MutableSequence[str], progress: Progress) -> bool:

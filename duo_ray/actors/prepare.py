@@ -33,6 +33,7 @@ from duo_ray.models.catalog import (
 from duo_ray.models.gguf_header import read_gguf
 from duo_ray.models.memory import NEVER_REPACKED, ModelMemory, check_memory, directory_memory, gguf_memory
 from duo_ray.models.precision import fastest_dtype
+from duo_ray.models.quantization import LINEAR_BYTES
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import TokenizerVocabulary, chat_opening
 
@@ -237,12 +238,13 @@ def check_file(config: Config, plan: Plan, machine: Machine) -> None:
     """
     target = config.models.target
     path = gguf_target(target.model)
-    if path is None or plan.device != "cpu" or target.quantization != "none":
+    if path is None or plan.device != "cpu" or target.quantization not in ("none", "gguf"):
         return
     packed = gguf_memory(read_gguf(path), tokens=_LEAST_CONTEXT, slots=1)
     unpacked = replace(packed, weights=2 * packed.parameters)
     choices = {"llama_cpp": packed, "transformers": unpacked}
-    least = choices.get(target.engine) or min(choices.values(), key=lambda memory: memory.total)
+    engine = "llama_cpp" if target.quantization == "gguf" else target.engine
+    least = choices.get(engine) or min(choices.values(), key=lambda memory: memory.total)
     check_memory({"target": least}, machine.memory_available, "memory")
 
 
@@ -253,11 +255,18 @@ def check_room(memory: Mapping[str, ModelMemory], settings: PipelineSettings, ma
         ConfigError: see `models.memory.check_memory`.
     """
     target = settings.target
-    if target.device != "cpu":
-        gpus = [gpu.memory for gpu in machine.gpus]
-        room = sum(gpus) if target.device_map is not None else gpus[int(target.device.partition(":")[2] or 0)]
-        if room and target.engine == "transformers":  # llama.cpp may leave layers on the host
-            check_memory({"target": memory["target"]}, room, "GPU memory")
+    if target.device != "cpu" and target.engine == "transformers":  # llama.cpp may leave layers on the host
+        # Of several cards Ray chooses one; what the driver does not say is left to the load.
+        free = [gpu.memory - gpu.used for gpu in machine.gpus if gpu.memory]
+        smaller = {
+            f"models.target.quantization: {kind}": estimate_memory(
+                replace(settings, target=replace(target, quantization=kind))
+            )["target"]
+            for kind in (LINEAR_BYTES if target.quantization == "none" else ())
+        }
+        if free:
+            room = sum(free) if target.device_map is not None else max(free)
+            check_memory({"target": memory["target"]}, room, "GPU memory", smaller=smaller)
     check_memory(_on_host(memory, settings), machine.memory_available, "memory")
 
 

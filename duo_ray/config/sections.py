@@ -65,8 +65,8 @@ class TargetConfig(_Section):
     n_gpu_layers: Annotated[AutoInt, checks.whole(0, 10_000, "auto")] = "auto"
     """Layers that llama_cpp computes on the GPU (llama.cpp must be built for it); auto: all where `device` is a GPU."""
     quantization: Annotated[str, checks.one_of("none", "gguf", "int8", "int4")] = "none"
-    """Weights of linear layers in transformers: int8 (torchao) or int4 (bitsandbytes), made while loading; none: as
-    they are. gguf (packed) is what engine llama_cpp is for."""
+    """Weights of linear layers: none, as they are; int8 (torchao) or int4 (bitsandbytes), made by transformers while
+    loading; gguf, packed as in the .gguf file, which llama_cpp computes with."""
     attn_implementation: Annotated[str, checks.one_of("sdpa", "eager", "flash_attention_2")] = "sdpa"
     """transformers' attention: sdpa, eager, or flash_attention_2 (on a GPU, where flash-attn is installed)."""
     chunked_prefill: Annotated[int, checks.whole(8, 65536)] = 128

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -154,6 +154,13 @@ class Questions:
         return training, testing
 
 
+def _words(prompt: Prompt) -> bool:
+    """Whether anything is said in it."""
+    if isinstance(prompt, str):
+        return bool(prompt.strip())
+    return any(not isinstance(message, Mapping) or str(message.get("content") or "").strip() for message in prompt)
+
+
 def read_questions(
     path: Path, config: Config, tokenizer: Tokenizer, *, context: int, raw: bool, max_tokens: int, samples: int
 ) -> Questions:
@@ -170,7 +177,7 @@ def read_questions(
     for number, line in read_lines(path):
         try:
             prompt = parse_prompt(line)
-            if isinstance(prompt, str) and not prompt.strip():
+            if not _words(prompt):
                 raise DistillationError("the prompt is empty")
             ids = build_request(config, tokenizer, prompt, raw=raw).prompt
             if len(ids) + max_tokens > context:

@@ -19,6 +19,8 @@ class Gpu:
     memory: int
     """Bytes in total; 0 where the driver does not say."""
     driver: str
+    used: int = 0
+    """Bytes that anybody had of it when the driver was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,11 @@ class GpuLoad:
 def list_gpus() -> tuple[Gpu, ...]:
     with _nvml() as handles:
         driver = _ask("", pynvml.nvmlSystemGetDriverVersion) if handles else ""
-        return tuple(
-            Gpu(_ask("NVIDIA GPU", pynvml.nvmlDeviceGetName, handle), _memory(handle)[1], driver) for handle in handles
-        )
+        found = []
+        for handle in handles:
+            used, total = _memory(handle)
+            found.append(Gpu(_ask("NVIDIA GPU", pynvml.nvmlDeviceGetName, handle), total, driver, used))
+        return tuple(found)
 
 
 def gpu_loads() -> tuple[GpuLoad, ...]:

@@ -81,8 +81,12 @@ def directory_memory(
     return ModelMemory(weights, item * width, tokens, slots, parameters)
 
 
-def check_memory(models: Mapping[str, ModelMemory], available: int, place: str) -> None:
+def check_memory(
+    models: Mapping[str, ModelMemory], available: int, place: str, *, smaller: Mapping[str, ModelMemory] | None = None
+) -> None:
     """Refuse models that together take more than `available` bytes; `models` are named target, draft 0, ...
+
+    `smaller`: settings to suggest where one of them makes the target fit; without, other contexts and .gguf files are.
 
     Raises:
         ConfigError: one line: what they take, what there is, and what would fit.
@@ -91,9 +95,9 @@ def check_memory(models: Mapping[str, ModelMemory], available: int, place: str) 
     if needed <= available:
         return
     parts = "; ".join(f"{name} {model}" for name, model in models.items())
-    raise ConfigError(
-        f"{_gib(needed)} are needed, but {_gib(available)} of {place} are free ({parts}): {_way_out(models, available)}"
-    )
+    fitting = next((setting for setting, model in (smaller or {}).items() if model.total <= available), None)
+    way_out = _way_out(models, available) if fitting is None else f"{fitting} would fit"
+    raise ConfigError(f"{_gib(needed)} are needed, but {_gib(available)} of {place} are free ({parts}): {way_out}")
 
 
 def _way_out(models: Mapping[str, ModelMemory], available: int) -> str:

@@ -1,6 +1,6 @@
 """Quantised weights of a target in transformers, made from the model's own while it is loaded.
 
-Why these packages, and why not packed GGUF weights: docs/decisions/008.
+Why these packages, and why packed GGUF weights are llama.cpp's affair: docs/decisions/008.
 """
 
 from __future__ import annotations
@@ -21,17 +21,13 @@ def check_quantization(kind: str) -> None:
     """Refuse what cannot be done here, before anything is loaded.
 
     Raises:
-        ConfigError: packed GGUF weights, or a package that is missing.
+        ConfigError: a package is missing.
     """
-    setting = f"models.target.quantization is {kind}"
-    if kind == "gguf":
-        raise ConfigError(
-            f"{setting}, but transformers has kernels for packed .gguf weights only on some GPUs, fetched from the hub:"
-            " set models.target.engine to llama_cpp and quantization to none"
-        )
     package = _PACKAGES.get(kind)
     if package is not None and importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{setting}, but its package is not installed: pip install {package}")
+        raise ConfigError(
+            f"models.target.quantization is {kind}, but its package is not installed: pip install {package}"
+        )
 
 
 def quantization_config(kind: str, dtype: Any) -> Any:

@@ -206,10 +206,10 @@ def render_chat(template: str, messages: Sequence[Mapping[str, Any]], variables:
 
     if not messages:
         raise TokenizerError("messages is empty: give at least one")
-    # transformers drops keys that are null before a template sees them.
-    plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
     offered = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
     try:
+        # transformers drops keys that are null before a template sees them.
+        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         return _compile(template).render(messages=plain, **offered)
     except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise TokenizerError(f"the model's chat template refuses these messages: {error}") from None

@@ -115,6 +115,13 @@ def test_nothing_is_measured_where_there_is_no_choice(model: str, monkeypatch: p
     [
         (CPU, {"engine": "llama_cpp", "precision": "bf16"}, r"target\.precision is bf16, but .*engine is llama_cpp"),
         (CPU, {"n_gpu_layers": 8}, "n_gpu_layers is 8, but the target runs on the CPU"),
+        (CPU, {"engine": "transformers", "quantization": "gguf"}, "gguf, but .* unpacks .*: remove one of them"),
+        (CPU, {"precision": "bf16", "quantization": "gguf"}, r"target\.precision is bf16, but .*engine is llama_cpp"),
+        (
+            GPU,
+            {"quantization": "gguf"},
+            "llama_cpp on cuda:0, but llama-cpp-python was built without a GPU: CMAKE_ARGS",
+        ),
         (GPU, {"engine": "llama_cpp"}, "llama_cpp on cuda:0, but llama-cpp-python was built without a GPU: CMAKE_ARGS"),
     ],
 )
@@ -124,6 +131,14 @@ def test_what_cannot_be_is_refused_with_the_way_out(
     monkeypatch.setattr("llama_cpp.llama_cpp.llama_supports_gpu_offload", lambda: False)
     with pytest.raises(ConfigError, match=message):
         choice(model, plan, **target)
+
+
+def test_packed_weights_are_computed_with_by_llama_cpp(model: str) -> None:
+    for engine in ("auto", "llama_cpp"):
+        assert choice(model, engine=engine, quantization="gguf") == ("llama_cpp", [])
+    assert choice("demo", quantization="gguf") == ("llama_cpp", [])
+    with pytest.raises(ConfigError, match=r"gguf, but models\.target\.model org/name is no \.gguf file"):
+        choice("org/name", quantization="gguf")
 
 
 def test_what_would_not_fit_unpacked_stays_packed(model: str) -> None:

@@ -20,7 +20,8 @@ from tests.models.tokenizers import byte_level
 
 
 def read(path, lines, **changes):
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     options = {"context": 64, "raw": True, "max_tokens": 16, "samples": 1, **changes}
     return read_questions(path, load_config(), Tokenizer(byte_level()), **options)
 
@@ -28,12 +29,15 @@ def read(path, lines, **changes):
 def test_every_bad_line_is_named_by_its_number(tmp_path):
     lines = [
         {"prompt": "fine"}, '{"prompt": ', {"prompt": "  "}, {"prompt": "also fine"}, {"text": "no"},
-        {"prompt": "字" * 60}, {"messages": [{"role": "user", "content": "fine too"}]},
+        {"prompt": "字" * 60}, {"messages": [{"role": "user", "content": "fine too"}]}, {"messages": ["hi"]},
+        {"messages": [{"role": "user", "content": " "}]}, '{"prompt": "\u2028 is no end of a line"}', "\udcff",
     ]  # fmt: skip
     with pytest.raises(DistillationError) as error:
         read(tmp_path / "prompts.jsonl", lines)
     text = str(error.value)
-    assert [f"line {number}:" in text for number in range(1, 8)] == [False, True, True, False, True, True, False]
+    assert [f"line {number}:" in text for number in range(1, 12)] == [
+        False, True, True, False, True, True, False, True, True, False, True,
+    ]  # fmt: skip
     assert "not JSON" in text
     assert "empty" in text
     assert "the 64 that target and student hold" in text

@@ -71,11 +71,6 @@ def test_a_missing_package_is_named(quantization: str, package: str, monkeypatch
         check_quantization(quantization)
 
 
-def test_packed_gguf_weights_are_what_llama_cpp_is_for() -> None:
-    with pytest.raises(ConfigError, match=r"quantization is gguf, .* set models\.target\.engine to llama_cpp"):
-        check_quantization("gguf")
-
-
 def test_rows_that_four_bits_do_not_fit_are_named(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"int4, but model\.layers\.0\..* has \d+ rows, no multiple of 32: use int8"):
