@@ -301,7 +301,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class TargetReply:
-    """Verdicts of one target pass, in the order of the jobs."""
+    """Verdicts of one target pass, or of several for a single job, in the order of the jobs."""
 
     verdicts: tuple[Verdict, ...]
     span: Span
@@ -311,7 +311,7 @@ class TargetReply:
     passes: int = 1
     """More than one where further tokens were drawn."""
     alone: bool = False
-    """Whether it ran on the drafts' cores, too, while none of them worked."""
+    """Whether it ran on the spare cores, too (the drafts', none of which worked)."""
 
 
 # --- seams ------------------------------------------------------------------------------------------------------

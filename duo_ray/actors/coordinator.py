@@ -157,7 +157,7 @@ class Coordinator:
         return self.describe()
 
     def _works_alone(self, tokens: int) -> bool:
-        """Whether the target is to have the drafts' cores for the coming pass."""
+        """Whether the target is to have the spare cores for the coming pass."""
         return not any(draft.busy for draft in self._drafts) and self._spare_cores.lent(tokens)
 
     async def _calibrate(self, kept: dict[str, Any] | None) -> None:
@@ -212,7 +212,7 @@ class Coordinator:
     async def generate(self, request: Request) -> AsyncGenerator[Delta | Finished, None]:
         """Stream one answer; a cancelled one ends without `Finished`.
 
-        Whatever ends the stream, what the request holds on target and draft is freed within a step.
+        Whatever ends the stream, what the request holds on target and draft is freed within a step, or a stretch of plain ones.
         """
         if request.request_id in self._streams:
             raise DuoRayError(f"request id {request.request_id} is in use")

@@ -183,8 +183,8 @@ class TargetPeer(_Peer):
         cannot: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
-        alone: whether a pass over so many tokens is to have the drafts' cores, too, none of which is at work.
-        observe: told, once, of every pass without a prefill.
+        alone: whether a pass over so many tokens is to have the spare cores, too: no draft is at work.
+        observe: told, once, of every call without a prefill.
         cannot: told when a target that might have had them had not: it came back on another node.
         """
         super().__init__("target", handle, meter)
@@ -223,15 +223,15 @@ class TargetPeer(_Peer):
             if probs is not None and probs.source not in sources:
                 sources.append(probs.source)
             picks.append(None if probs is None else ProbsPick(sources.index(probs.source), probs.entry))
-        expected = sum(max(1, len(job.context.ids)) + len(job.block) for job in jobs)
+        width = sum(_width(job) for job in jobs)
         reply: TargetReply
         try:
             if self._link is not None:
                 parts = [each if isinstance(each, bytes) else pickle.dumps(await each) for each in sources]
-                alone = self._alone(expected)
+                alone = self._alone(width)
                 reply, _ = await self._link.call("verify", (jobs, picks, alone), parts)
             else:
-                alone = self._alone(expected)
+                alone = self._alone(width)
                 reply = await self._handle.verify.remote(jobs, picks, alone, *sources)
         except (RayActorError, LinkLostError) as error:
             raise TargetLost(self._lost(error)) from error
@@ -240,12 +240,25 @@ class TargetPeer(_Peer):
         self._tally.busy(self.name, reply.span.seconds)
         if alone and not reply.alone:
             self._cannot()
-        if reply.tokens <= expected and all(job.context.agreed for job in jobs):
+        if reply.tokens <= width and not any(_prefills(job) for job in jobs):
             self._observe(reply)
         return [Judgement(verdict, reply.span, len(jobs), reply.passes) for verdict in reply.verdicts]
 
 
 Draft = tuple[DraftBlock, ProbsHandle | None]
+
+
+def _prefills(job: VerifyJob) -> bool:
+    """Whether the target has not run all of the request's prompt yet, or has lost it."""
+    return not (job.context.agreed and job.context.ids)
+
+
+def _width(job: VerifyJob) -> int:
+    """New tokens of the coming pass, unless the target has lost something: it holds what it accepted and drew."""
+    if not _prefills(job):
+        return 1 + len(job.block)
+    missing = len(job.context.ids) or job.chunk or 1  # no ids: the prefill goes on
+    return min(missing, job.chunk or missing) + len(job.block)
 
 
 def _own_fault(error: Exception) -> bool:

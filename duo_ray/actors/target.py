@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from duo_ray.models.transformers import TransformersTarget
 
 _ALONE_STEPS = 3
-_TELLING = (1, 8)
-"""Widths of a pass, in tokens, of which more cores must make one faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ class TargetSettings:
     repack: bool = False
     """Whether llama.cpp brings the weights into a layout for this CPU's vector units."""
     spare_cores: tuple[int, ...] = ()
-    """Those of the drafts, for passes beside which no draft works."""
+    """Those of the drafts, or without one of the coordinator, for passes beside which no draft works."""
     node: str = ""
     """Ray's id of the node that `path` and the cores are about."""
 
@@ -161,8 +159,7 @@ class TargetActor:
         )
 
     def measure_alone(self) -> tuple[Timings, Timings]:
-        """Times of passes on one's own cores, and on the drafts' cores, too, which must be idle; the latter only where
-        they are faster, both only where there are such cores.
+        """Times of passes on one's own cores, and on the spare ones, too, which must be idle; only where there are any.
 
         Those on one's own were taken before, but while the drafts were being loaded. To be asked before the first
         request: what the cache holds for it is put back.
@@ -171,9 +168,7 @@ class TargetActor:
             return (), ()
         with self._busy:
             self._timings, alone = in_passing_thread(self._time_alone)
-        own = dict(self._timings)
-        faster = any(seconds < own[width] for width, seconds in alone if width in _TELLING)
-        return self._timings, alone if faster else ()
+        return self._timings, alone
 
     def _time_alone(self) -> tuple[Timings, Timings]:
         self._spread(alone=False)
@@ -240,7 +235,7 @@ def _load_llama_cpp(settings: TargetSettings) -> LlamaCppTarget:
 
     return LlamaCppTarget.load(
         settings.path,
-        threads=settings.threads or 1,
+        threads=len(settings.cores) if settings.spare_cores else settings.threads or 1,
         max_context=settings.max_context,
         slots=settings.slots,
         vocab_size=settings.vocab_size,

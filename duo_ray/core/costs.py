@@ -24,6 +24,9 @@ LARGEST = 64
 STRETCH_S = 0.04
 """Plain steps of a request alone are taken together for so long: a message between coordinator and target costs about a
 millisecond, and whoever else comes waits for the end of it."""
+_SHARERS = 6
+"""So many steps share the overhead of a stretch, at most, to the estimates: probes interrupt longer ones."""
+
 _WIDE = 8
 """Ids read by one draft call from which on its time tells something of decodes of many sequences."""
 
@@ -273,6 +276,10 @@ class Costs:
         """
         fitting = 1 if self._is_frozen else int(STRETCH_S / self.target_seconds(1, alone=True))
         return max(1, min(fitting, LARGEST))
+
+    def plain_seconds(self) -> float:
+        """Of a step of plain decoding of a request alone, with its share of what a stretch of them costs besides."""
+        return self.target_seconds(1, alone=True) + self.overhead(drafting=False) / min(self.stretch(), _SHARERS)
 
     @property
     def both_overheads_known(self) -> bool:

@@ -198,7 +198,7 @@ class GammaController:
             return Plan(0, 0, False, "plain: the configuration leaves nothing to draft", further=LARGEST)
         costs = self.costs
         plain = costs.target_seconds(1, alone=True)
-        second, share = self._plain_seconds(), self._PROBE_SHARE
+        second, share = self.costs.plain_seconds(), self._PROBE_SHARE
         if costs.target_seconds(1) > plain:  # no probe is free, and all that is saved up will be spent
             share = self._COSTLY_PROBE_SHARE
         self._probing.save((1 + further) * share * second, most=self._SAVED_STEPS * second)
@@ -299,7 +299,7 @@ class GammaController:
     def _gain(self, lead: int, gamma: int) -> float:
         """Rate of a plan as a multiple of plain decoding's, with the draft's true speed."""
         rate = self._rates(np.array([float(lead)]), np.array([float(gamma)]), 1.0)
-        return float(rate[0, 0]) * self._plain_seconds() / (1.0 + self._policy.contention)
+        return float(rate[0, 0]) * self.costs.plain_seconds() / (1.0 + self._policy.contention)
 
     def _rates(self, leads: Array, gammas: Array, speed: float) -> Array:
         chances = self.acceptance
@@ -336,7 +336,7 @@ class GammaController:
             block = max(second, size * token) - plain + self.acceptance.head * (costs.target_seconds(size) - second)
             block += policy.contention * second + max(slowed, self._READING_COSTS * reading * (policy.contention > 0.0))
         overhead = costs.overhead(drafting=True)
-        block += overhead - costs.overhead(drafting=False) / costs.stretch()
+        block += overhead - (costs.plain_seconds() - plain)
         cost = block + self._lead_cost(probe.lead, alone=not probe.overlap) + (reading if probe.lead else 0.0)
         one_more = self._lead_cost(1, alone=False) + reading
         if second > plain:
@@ -348,7 +348,7 @@ class GammaController:
             probe, cost = replace(probe, lead=1), cost + one_more
         hopeless = self._hopeless()
         if hopeless:
-            cost = max(cost, self._plain_seconds())
+            cost = max(cost, self.costs.plain_seconds())
         if not (may_lead or probe.gamma):
             return None  # nothing would be drafted
         gap = self._FREE_GAP if max(second, size * token) <= plain else self._LONGEST_GAP
@@ -359,12 +359,7 @@ class GammaController:
         speed = 1.0 / self.acceptance.pace
         rates = tokens_per_second(self._leads, self._gammas, self.costs, token=1.0, head=1.0, speed=speed)
         needed = self._RETURN * (1.0 + self._policy.contention)
-        return float(rates[self._allowed].max()) * self._plain_seconds() < needed
-
-    def _plain_seconds(self) -> float:
-        """Of a step of plain decoding, in a stretch of them."""
-        overhead = self.costs.overhead(drafting=False) / self.costs.stretch()
-        return self.costs.target_seconds(1, alone=True) + overhead
+        return float(rates[self._allowed].max()) * self.costs.plain_seconds() < needed
 
     def _lead_cost(self, lead: int, *, alone: bool) -> float:
         """Seconds a lead adds to a pass when none of it is accepted."""

@@ -78,7 +78,7 @@ class Knowledge:
 def best_rate(policy: Policy, costs: Costs, *, token: float, head: float, speed: float = 1.0) -> float:
     """Expected committed tokens per second of the best plan a policy allows; arguments as of `tokens_per_second`."""
     leads, gammas, allowed = choices(policy)
-    plain = 1.0 / (costs.target_seconds(1, alone=True) + costs.overhead(drafting=False))
+    plain = 1.0 / costs.plain_seconds()
     if not allowed.any():
         return plain
     rates = tokens_per_second(leads, gammas, costs, token=token, head=head, speed=speed)

@@ -41,9 +41,9 @@ class Probing:
     @property
     def ahead(self) -> int:
         """Coming steps in which nothing need be decided, and no probe is due and paid: planning takes time, too."""
-        if self.purse.seconds < self.purse.price:
-            return LARGEST if self._resting else 0
-        return max(0, min(self._resting, self._wait - 1))
+        if not self._resting:
+            return 0
+        return LARGEST if self.purse.seconds < self.purse.price else max(0, min(LARGEST, self._wait - 1))
 
     def passed(self, steps: int) -> None:
         """So many steps were taken at once with the one before; together they rest as one."""

@@ -64,6 +64,7 @@ class _Sent:
     gamma: int
     probe: bool
     """Nothing is to be gained by its block but what it tells."""
+    step: int
 
 
 @dataclass(slots=True)
@@ -203,7 +204,8 @@ class Decoding(Generic[Probs]):
         room = self.generation.remaining - held - 1
         gamma = min(plan.gamma, room * self._max_sequences) if plan.overlap else 0
         if len(self.generation.log) + held + max(0, gamma) > self._draft_context:
-            return Plan(0, 0, False, f"the draft's context of {self._draft_context} tokens is full")
+            full = f"the draft's context of {self._draft_context} tokens is full"
+            return Plan(0, 0, False, full, further=LARGEST)
         return replace(plan, lead=max(0, lead), gamma=max(0, gamma))
 
     def verify_job(self, chunk: int, *, further: int = 0) -> VerifyJob:
@@ -215,8 +217,7 @@ class Decoding(Generic[Probs]):
         """
         hand, plan = self._hand, self._plan
         context = self._context(self._target_agreed)
-        at_work = hand.ids or plan.lead or plan.gamma or plan.read or (self._sent is not None and not self._sent.probe)
-        if at_work or self.request.reproducible or not self.generation.token_ids:
+        if self._at_work or self.request.reproducible or not self.generation.token_ids:
             further = 0
         further = min(further, plan.further, self.generation.remaining - 1)
         return VerifyJob(
@@ -230,6 +231,15 @@ class Decoding(Generic[Probs]):
             further=further,
             ends=self.generation.eos_ids if further else frozenset(),
         )
+
+    @property
+    def _at_work(self) -> bool:
+        """Whether this step is more than a plain one: what comes next depends on more than the target."""
+        plan, sent = self._plan, self._sent
+        if self._hand.ids or plan.lead or plan.gamma or plan.read:
+            return True
+        # A probe's block that is a step late is of use yet; one that takes longer has a prompt to read.
+        return sent is not None and not (sent.probe and self._step > sent.step + 1)
 
     @property
     def hand_probs(self) -> Probs | None:
@@ -253,7 +263,7 @@ class Decoding(Generic[Probs]):
             self.stats.gamma_history.append(budget)
         else:
             base, assumed = min(length, self._draft_holds + self._plan.read), ()
-        self._sent = _Sent(base, assumed, budget, self._plan.reason == PROBE)
+        self._sent = _Sent(base, assumed, budget, self._plan.reason == PROBE, self._step)
         return DraftJob(
             self._context(self._draft_agreed, end=base, extra=assumed),
             assumed=len(assumed),
@@ -414,6 +424,7 @@ class Decoding(Generic[Probs]):
             self._further += 1
             self.stats.verified(0, 0)
             tokens += self._commit((token,), Origin.PLAIN, ending.verdict.logprobs[place : place + 1])
+        self._target_agreed += len(ending.verdict.further)
         self.stats.reasons[self._plan.reason.partition(": ")[0]] += self._further
         return tokens
 

@@ -59,6 +59,7 @@ class RequestMeter:
                 gap = now - self._last_output
             self._last_output = now
         counts = StepCounts(
+            steps=seen.steps - before.steps,
             tokens=tokens,
             gamma=sum(stats.gamma_history[before.asked :]),
             drafted=seen.drafted - before.drafted,
@@ -78,6 +79,7 @@ class RequestMeter:
 class _Seen:
     """A request's running totals after a step."""
 
+    steps: int = 0
     tokens: int = 0
     asked: int = 0
     drafted: int = 0
@@ -91,6 +93,7 @@ class _Seen:
     @classmethod
     def of(cls, stats: RequestStats) -> _Seen:
         return cls(
+            steps=stats.target_steps,
             tokens=stats.completion_tokens,
             asked=len(stats.gamma_history),
             drafted=stats.draft_tokens,

@@ -55,8 +55,9 @@ PENDING_LIMIT = 10_000
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """What one step of one request brought."""
+    """What one step of one request brought, or several that were taken at once."""
 
+    steps: int
     tokens: int
     """Committed."""
     gamma: int
@@ -166,7 +167,7 @@ class Tally:
         """One request went one step further, or several at once; `gap` is the time since its last output, None without
         tokens or before.
         """
-        counters, steps = self._counters, 1 if times is None else times.steps
+        counters, steps = self._counters, done.steps
         with self._lock:
             second = self._history.at(self.clock())
             second.steps += steps

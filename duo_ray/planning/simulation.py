@@ -48,7 +48,7 @@ class Served:
     """When it got its slot."""
     stats: RequestStats
     plans: tuple[Plan, ...]
-    """One for each step."""
+    """One for each step, or for several plain ones that were taken at once."""
 
     @property
     def first_token(self) -> float:

@@ -29,6 +29,24 @@ def test_a_probe_that_is_paid_for_is_not_passed_by() -> None:
         assert probing.pay(0.0, longest_gap=256)
 
 
+def test_long_waits_are_rested_in_few_calls() -> None:
+    probing = Probing(Purse())
+    for _ in range(7):
+        while not probing.due():
+            pass
+        probing.pay(0.0, longest_gap=256)
+    calls, steps = 0, 1
+    while not probing.due():
+        while probing.rests():
+            further = min(9, probing.ahead)
+            probing.passed(further)
+            steps += 1 + further
+            calls += 1
+        steps += 1
+    assert steps == 128
+    assert calls <= 16
+
+
 def test_saving_up_for_it_ends_the_rest() -> None:
     probing = Probing(Purse())
     probing.due()

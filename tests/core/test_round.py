@@ -9,7 +9,7 @@ import pytest
 
 from duo_ray.core.acceptance import Acceptance
 from duo_ray.core.budget import Seat, draft_call_seconds
-from duo_ray.core.costs import Costs
+from duo_ray.core.costs import STRETCH_S, Costs
 from duo_ray.core.gamma import GammaController, Plan, Policy
 from duo_ray.core.round import RoundPlanner, prefill_chunk
 
@@ -52,15 +52,25 @@ class Request:
     own: int = 0
     plan: Plan | None = None
     chunk: int = 0
+    further: int = -1
 
     def begin_round(self, plan: Plan | None, chunk: int, further: int) -> bool:
-        self.plan, self.chunk = plan, chunk
+        self.plan, self.chunk, self.further = plan, chunk, further
         self.decoding.gamma = self.own if plan is None else plan.gamma
         return plan is not None and plan.lead > 0
 
 
 def planner(*, drafts: int = 1, chunk: int = 64) -> RoundPlanner[Request]:
     return RoundPlanner(Policy(), costs(), drafts=drafts, chunk=chunk)
+
+
+def test_plain_steps_are_taken_together_only_while_nobody_else_waits_for_them() -> None:
+    fast = Costs()
+    fast.observe_target(1, STRETCH_S / 5.5)
+    for rows, further in ((1, 4), (2, 0)):
+        alone = Request()
+        RoundPlanner(Policy(), fast, drafts=1, chunk=64).begin([alone], rows=rows, now=0.0)
+        assert alone.further == further
 
 
 # --- who does what

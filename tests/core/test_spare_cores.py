@@ -30,8 +30,9 @@ def test_without_spare_cores_there_are_none_to_lend() -> None:
 
 
 @pytest.mark.parametrize(("own", "whole"), [(0.02, 0.01), (0.01, 0.02)])
-def test_what_is_much_faster_is_always_taken(own: float, whole: float) -> None:
-    assert set(passes(measured(own, whole), 60, lambda _: own, lambda _: whole)) == {whole < own}
+def test_what_is_much_faster_is_nearly_always_taken(own: float, whole: float) -> None:
+    lent = passes(measured(own, whole), 2560, lambda _: own, lambda _: whole)
+    assert 9 <= lent.count(whole > own) <= 11
 
 
 def test_what_only_a_start_found_faster_is_given_up() -> None:

@@ -11,7 +11,7 @@ from duo_ray.core.decode import decode
 from duo_ray.core.gamma import PROBE, Plan
 from duo_ray.core.stretch import draw_further
 from duo_ray.models.scripted import ScriptedDraft, ScriptedTarget, random_table
-from duo_ray.types import FinishReason, Origin, SamplingParams, VerifyJob
+from duo_ray.types import FinishReason, Origin, SamplingParams, Span, VerifyJob
 from tests.core.exactness import decoding
 
 VOCAB = 40
@@ -23,9 +23,22 @@ SAMPLED = SamplingParams(
 GREEDY = SamplingParams(temperature=0.0)
 
 
+class Timed(ScriptedTarget):
+    """Every pass takes so many seconds, by its spans."""
+
+    def __init__(self, table=TABLE, seconds=0.001):
+        super().__init__(table, VOCAB)
+        self.seconds, self.passes = seconds, 0
+
+    def verify(self, jobs, probs):
+        reply = super().verify(jobs, probs)
+        self.passes += 1
+        return replace(reply, span=Span(self.seconds * (self.passes - 1), self.seconds * self.passes))
+
+
 def stretching(one, further, target=None):
     """Tokens of a request whose target takes up to `further` plain steps more at once, and the steps of each call."""
-    target, tokens, calls = target or ScriptedTarget(TABLE, VOCAB), [], []
+    target, tokens, calls = target or Timed(), [], []
     while not one.finished:
         one.plan()
         job = one.verify_job(128, further=further)
@@ -81,7 +94,7 @@ class Spelled:
 
 
 def test_a_pass_that_fails_loses_nothing():
-    target = ScriptedTarget(broken_after(8), VOCAB)
+    target = Timed(broken_after(8))
     one = decoding(GREEDY, PLAIN, max_tokens=30)
     with pytest.raises(Exception, match="is nan"):
         stretching(one, 20, target)
@@ -140,28 +153,46 @@ def test_it_lasts_as_long_as_another_request_may_wait_for_it():
 
 
 @pytest.mark.parametrize("offered", ["in it", "after it"])
-def test_a_probe_that_is_still_written_does_not_stop_it_and_its_block_is_held_for_what_comes_then(offered):
+def test_a_probe_that_takes_long_does_not_stop_it_and_its_block_is_held_for_what_comes_then(offered):
     """The block of a draft that is always right: what has not been committed by then is right."""
     one = decoding(GREEDY, Plan(0, 12, True, PROBE), max_tokens=30)
-    target, draft = ScriptedTarget(TABLE, VOCAB), ScriptedDraft(TABLE, VOCAB)
+    target, draft = Timed(), ScriptedDraft(TABLE, VOCAB)
     one.plan()
     block = draft.draft([one.draft_job()])[0]
-    for further in (0, 5):
-        assert one.verify_job(128, further=further).further == further
-        reply = target.verify([job := one.verify_job(128, further=further)], [None])
-        reply = draw_further(target, job, reply)
+    for allowed, further in ((0, 5), (0, 5), (5, 5)):  # a block that comes a step late is of use
+        job = one.verify_job(128, further=further)
+        assert job.further == allowed
+        reply = draw_further(target, job, target.verify([job], [None]))
         one.prefilled(reply.verdicts[0])
         one.commit(reply.verdicts[0])
-        if further and offered == "in it":
+        if allowed and offered == "in it":
             one.offer(*block)
         one.settle()
         one.controller.fixed = PLAIN
-        if further and offered == "after it":
+        if allowed and offered == "after it":
             one.offer(*block)
         one.plan()
-    assert len(one.generation.token_ids) == 7
+    assert len(one.generation.token_ids) == 8
     expected = [token.id for token in decode(decoding(GREEDY, PLAIN, max_tokens=30), ScriptedTarget(TABLE, VOCAB))]
     held = one.verify_job(128).block
-    assert len(held) == 12 - 7
+    assert len(held) == 12 - 8
     assert [*one.generation.token_ids, *held] == expected[:12]
     assert not one.verify_job(128, further=5).further
+
+
+def test_passes_that_take_longer_than_expected_end_it():
+    _, calls = stretching(decoding(GREEDY, PLAIN, max_tokens=30), 20, Timed(seconds=STRETCH_S / 2.5))
+    assert max(calls) == 3
+
+
+def test_the_next_job_names_what_the_target_holds():
+    one = decoding(GREEDY, PLAIN, max_tokens=30)
+    target = Timed()
+    for _ in range(4):
+        one.plan()
+        job = one.verify_job(128, further=5)
+        reply = draw_further(target, job, target.verify([job], [None]))
+        one.prefilled(reply.verdicts[0])
+        one.commit(reply.verdicts[0])
+        one.settle()
+        assert len(one.verify_job(128).context.ids) == 1
