@@ -5,8 +5,8 @@
 Several prompts are answered at once, so that passes hold blocks of several requests, too.
 
 float32: every answer must equal `model.generate(do_sample=False)` of transformers, token by token. bfloat16: every
-answer is compared with the target alone through the same path; where they part, the gap of the two best logits shows
-whether it is a tie.
+answer is compared with the target alone through the same path; where they part, the gap of the two best logits, and by
+how much it changes when the target alone computes the same place again, show whether it is a tie.
 Exit status 1 when an answer differs and is no tie.
 """
 
@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.drafts import demo_draft, gemma, poor_draft, random_draft
 from duo_ray.config import load_config
-from duo_ray.equivalence import judge
+from duo_ray.equivalence import settle
 from duo_ray.session import Duo
 from tests.prompts import PROMPTS
 
@@ -94,7 +94,7 @@ def grid(
                 gaps = []
                 drafted = partial(duo.generate, draft_budget=budget, max_sequences=sequences, **ask)
                 for i, (prompt, answer) in enumerate(zip(prompts, pool.map(drafted, prompts), strict=True)):
-                    comparison = judge(prompt, answer, alone[i], duo.pipeline.info.target.dtype)
+                    comparison = settle(duo, prompt, answer, alone[i])
                     verdict = comparison.verdict
                     if own is not None and list(answer.token_ids) != own[i]:
                         verdict = "different"

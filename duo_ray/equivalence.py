@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from duo_ray.actors.launch import new_request_id
 from duo_ray.session import Answer, Duo, Prompt
-from duo_ray.types import DuoRayError, Token
+from duo_ray.types import DuoRayError, Ids, Request, Token
 
 RESOLUTION = {
     "float32": 0.0,
@@ -25,6 +26,11 @@ llama.cpp's types in capitals: it keeps what was read in 16 bits, whatever the w
 GGUF_RESOLUTION = 2.0**-6
 """The same for quantised weights in llama.cpp, which rounds activations to 8 bits: between passes of one token and of
 several the best logit of a 135M Q4_1 model moved by up to 0.42 over 96 positions."""
+
+_WIDTHS = (1, 2, 3, 4, 5, 8, 16, 1 << 30)
+"""Passes that compute the place where two answers part; the last one the whole text."""
+_SHOWN = 8
+"""Of so many tokens the probabilities are asked for there."""
 
 LARGEST_LOGIT = 32.0
 """Logits of language models stay below this: two that differ by less than `RESOLUTION` of it may trade places."""
@@ -42,6 +48,8 @@ class Comparison:
     """First generated token that differs."""
     gap: float | None = None
     """Difference of the target's two best logits there, in the run without a draft."""
+    moved: float | None = None
+    """By how much that difference changes between passes of the target alone over that text; None: not looked at."""
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -50,12 +58,14 @@ class Comparison:
             "tokens": self.tokens,
             "position": self.position,
             "gap": self.gap,
+            "moved": self.moved,
         }
 
     def describe(self) -> str:
+        moved = "" if self.moved is None else f" (by themselves they move by {self.moved:.4f})"
         return (
-            f"{self.verdict} at token {self.position}, where the target's two best logits are {self.gap:.4f} apart: "
-            f"{self.prompt[:70]!r}"
+            f"{self.verdict} at token {self.position}, where the target's two best logits are {self.gap:.4f} apart"
+            f"{moved}: {self.prompt[:70]!r}"
         )
 
 
@@ -64,7 +74,42 @@ def compare(duo: Duo, prompt: Prompt, *, max_tokens: int, raw: bool = False, **o
     common = {"temperature": 0.0, "max_tokens": max_tokens, "raw": raw, "logprobs": 2}
     drafted = duo.generate(prompt, **common, **options)
     alone = duo.generate(prompt, **common, draft=False)
-    return judge(str(prompt), drafted, alone, duo.pipeline.info.target.dtype)
+    return settle(duo, prompt, drafted, alone, raw=raw)
+
+
+def settle(duo: Duo, prompt: Prompt, drafted: Answer, alone: Answer, *, raw: bool = False) -> Comparison:
+    """As `judge`, and where that finds more than rounding of the last layer explains, look at what rounding does here.
+
+    Bits of a row may depend on what is computed beside it. So the target alone computes the place where the answers
+    part again, in passes of several widths: where the difference of the two logits changes by as much as it is, it is a
+    tie all the same.
+    """
+    dtype = duo.pipeline.info.target.dtype
+    found = judge(str(prompt), drafted, alone, dtype)
+    at = found.position
+    if found.verdict != "different" or RESOLUTION.get(dtype, GGUF_RESOLUTION) == 0 or at is None:
+        return found
+    if at >= min(len(drafted.tokens), len(alone.tokens)):
+        return found  # one of them goes on: no choice between two tokens
+    request = duo.request(prompt, raw=raw, temperature=0.0, max_tokens=1, draft=False, logprobs=_SHOWN)
+    text = (*request.prompt, *alone.token_ids[:at])
+    rivals = alone.tokens[at].id, drafted.tokens[at].id
+    gaps = [gap for width in _WIDTHS if (gap := _gap(duo, request, text, width, rivals)) is not None]
+    if not gaps or found.gap is None:
+        return found
+    moved = max(*gaps, found.gap) - min(*gaps, found.gap)
+    return replace(found, moved=moved, verdict="tie" if found.gap <= moved else "different")
+
+
+def _gap(duo: Duo, request: Request, text: Ids, width: int, rivals: tuple[int, int]) -> float | None:
+    """The logits' difference after a text whose last `width` ids share a pass; None where one of them is far behind."""
+    whole = width >= len(text)
+    for ids in (text,) if whole else (text[:-width], text):  # what comes first is found in the cache by what comes then
+        asked = replace(request, request_id=new_request_id(), prompt=ids, reproducible=whole)
+        answer = duo.generate(asked)
+    shown = dict(answer.tokens[0].logprobs.top) if answer.tokens and answer.tokens[0].logprobs else {}
+    first, second = (shown.get(token) for token in rivals)
+    return None if first is None or second is None else first - second
 
 
 def judge(prompt: str, drafted: Answer, alone: Answer, dtype: str) -> Comparison:

@@ -212,7 +212,8 @@ class Coordinator:
     async def generate(self, request: Request) -> AsyncGenerator[Delta | Finished, None]:
         """Stream one answer; a cancelled one ends without `Finished`.
 
-        Whatever ends the stream, what the request holds on target and draft is freed within a step, or a stretch of plain ones.
+        Whatever ends the stream, what the request holds on target and draft is freed within a step, or within a stretch
+        of plain ones.
         """
         if request.request_id in self._streams:
             raise DuoRayError(f"request id {request.request_id} is in use")
