@@ -174,12 +174,23 @@ def start_models(
     settings = _from_this_node(settings)
     # Thousands of calls a minute: their events keep Ray's head and its agents busy for longer than the calls took.
     always: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0, "enable_task_events": False}
-    target = _start(TargetActor, group, 1, bundles[1], settings.target, **always)
+    target = _start(TargetActor, group, 1, bundles[1], settings.target, **always, **_showing(settings.target.device))
     drafts = [
         _start(DraftActor, group, index, bundles[index], draft, **always)
         for index, draft in enumerate(settings.drafts, start=2)
     ]
     return target, drafts
+
+
+def _showing(device: str) -> dict[str, Any]:
+    """Options of an actor that is to find this device under its number.
+
+    Ray shows an actor the cards it chose for it, the first of them as number 0; whoever asks for another number means
+    that card.
+    """
+    if device.partition(":")[2] in ("", "0"):
+        return {}
+    return {"runtime_env": {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}}
 
 
 def _start(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -123,3 +125,29 @@ def test_a_process_that_ray_starts_while_grpc_works_does_not_die_of_it(monkeypat
     launch.set_ray_environment()
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout == "0 True\n", done.stderr
+
+
+_CARDS = """
+import json, os
+import ray
+from duo_ray.actors import launch
+launch.set_ray_environment()
+ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, logging_level="ERROR")
+class Looks:
+    def cards(self):
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+def seen(device):
+    options = {"num_gpus": 1, **launch._showing(device)}
+    return ray.get(ray.remote(Looks).options(**options).remote().cards.remote())
+print(json.dumps([seen("cuda:0"), seen("cuda:1"), launch._showing("cpu"), launch._showing("cuda")]))
+ray.shutdown()
+"""
+
+
+@pytest.mark.ray
+def test_a_target_for_the_second_card_finds_it_under_its_number():
+    """Ray shows an actor only the cards it chose, as 0, 1, ...: cuda:1 would not be there."""
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run([sys.executable, "-c", _CARDS], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == ["0", "all", {}, {}]
