@@ -163,9 +163,6 @@ class GammaController:
     _PROBE_SHARE, _COSTLY_PROBE_SHARE = 0.02, 0.01
     _SAVED_STEPS = 2.0
     _FREE_GAP, _LONGEST_GAP = 6, 256
-    _READING_COSTS = 0.5
-    """Where both models run on one CPU: of the time a draft reads before a probe, what that costs plain decoding. On
-    two cores probes that read for 25 to 60 ms cost 7 to 50; the coordinator wants a core, too."""
     _DOUBTFUL = 1.3
     """A gain below which it counts how the overheads of both kinds of steps differ."""
     _COMPARED, _COMPARED_AGAIN, _COMPARISONS = 4, 100, 4
@@ -334,7 +331,9 @@ class GammaController:
         else:
             probe = Plan(0, size, True, PROBE)
             block = max(second, size * token) - plain + self.acceptance.head * (costs.target_seconds(size) - second)
-            block += policy.contention * second + max(slowed, self._READING_COSTS * reading * (policy.contention > 0.0))
+            # While it reads, plain steps are slowed down, too, and each bears the whole overhead.
+            waiting = reading / plain * (costs.overhead(drafting=False) - (costs.plain_seconds() - plain))
+            block += policy.contention * max(second, reading) + max(slowed, waiting)
         overhead = costs.overhead(drafting=True)
         block += overhead - (costs.plain_seconds() - plain)
         cost = block + self._lead_cost(probe.lead, alone=not probe.overlap) + (reading if probe.lead else 0.0)
