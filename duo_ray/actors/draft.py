@@ -7,12 +7,15 @@ import pickle
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from duo_ray.actors import wire
-from duo_ray.actors.node import find_here, node_id
+from duo_ray.actors.node import check_room_here, find_here, node_id
 from duo_ray.actors.passing_thread import in_passing_thread
 from duo_ray.hardware.cores import give_way, pin
 from duo_ray.models.catalog import resolve_draft
+from duo_ray.models.gguf_header import read_gguf
+from duo_ray.models.memory import ModelMemory, gguf_memory
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import Strategy, TokenizerVocabulary, VocabularyMatch, chat_opening
 from duo_ray.types import DraftBlock, DraftJob, DraftModel, DraftProbs, DuoRayError
@@ -41,6 +44,18 @@ class DraftSettings:
     warmup_steps: int
     node: str = ""
     """Ray's id of the node that `files` and `cores` are about."""
+    unseen: bool = False
+    """Whether nobody has looked at the node it runs on: what it takes is compared with what that has."""
+
+    def memory(self) -> ModelMemory:
+        """Bytes that its models will take together, from their files."""
+        sizes = [self.memory_of(path) for _, path in self.files]
+        together = {name: sum(getattr(size, name) for size in sizes) for name in ("weights", "per_token", "parameters")}
+        return replace(sizes[0], **together)
+
+    def memory_of(self, path: str) -> ModelMemory:
+        """The same of one of the files."""
+        return gguf_memory(read_gguf(Path(path)), tokens=self.max_context, slots=self.slots)
 
     def here(self) -> DraftSettings:
         """The same on the node this runs on: an actor may be placed, or come back, anywhere."""
@@ -78,6 +93,8 @@ class DraftActor:
 
     def __init__(self, settings: DraftSettings) -> None:
         settings = settings.here()
+        if settings.unseen:
+            check_room_here("draft", settings.memory(), on_gpu=False)
         # Before llama.cpp starts its threads: they inherit the affinity.
         if settings.cores:
             pin(settings.cores)

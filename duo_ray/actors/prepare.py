@@ -31,7 +31,7 @@ from duo_ray.models.catalog import (
     resolve_target,
 )
 from duo_ray.models.gguf_header import read_gguf
-from duo_ray.models.memory import NEVER_REPACKED, ModelMemory, check_memory, directory_memory, gguf_memory
+from duo_ray.models.memory import NEVER_REPACKED, ModelMemory, check_memory, gguf_memory
 from duo_ray.models.precision import fastest_dtype
 from duo_ray.models.quantization import LINEAR_BYTES
 from duo_ray.models.tokenizer import Tokenizer
@@ -118,6 +118,8 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
     optimization = config.optimization
     target = config.models.target
     opening = chat_opening(TokenizerVocabulary(tokenizer))
+    if max(opening, default=0) >= tokenizer.vocab_size:
+        opening = ()  # a chat will be refused, not the start
     own, spare = target_cores(config, plan, engine)
     settings = PipelineSettings(
         footprint=_footprint(plan),
@@ -141,9 +143,8 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
             quantization=target.quantization,
             gpu_layers=gpu_layers(config, plan),
             warmup_steps=max(1, -(-optimization.warmup_steps // _WARM_UP_SHAPES)),
-            opening=opening
-            if max(opening, default=0) < tokenizer.vocab_size
-            else (),  # a chat would be refused, not the start
+            opening=opening,
+            unseen=anywhere,
         ),
         drafts=tuple(
             DraftSettings(
@@ -157,6 +158,7 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
                 max_sequences=optimization.max_sequences,
                 vocabulary=draft.vocabulary,
                 warmup_steps=max(1, -(-optimization.warmup_steps // _WARM_UP_SHAPES)),
+                unseen=anywhere,
             )
             for share in plan.drafts
             if draft.model is not None and draft_path is not None
@@ -184,23 +186,8 @@ def prepare(config: Config, *, progress: Progress = lambda _text, _share: None) 
 
 def estimate_memory(settings: PipelineSettings) -> dict[str, ModelMemory]:
     """Bytes that the target and each draft will take, from their files."""
-    target = settings.target
-    path, room = Path(target.path), {"tokens": target.max_context, "slots": target.slots}
-    if target.engine == "llama_cpp":
-        memory = {"target": gguf_memory(read_gguf(path), **room)}
-    else:
-        on_cpu = target.device == "cpu"
-        size = directory_memory(path, target.dtype, **room, packed=on_cpu, quantization=target.quantization)
-        memory = {"target": size}
-    for i, draft in enumerate(settings.drafts):
-        sizes = [_draft_memory(draft, path) for _, path in draft.files]
-        together = {name: sum(getattr(size, name) for size in sizes) for name in ("weights", "per_token", "parameters")}
-        memory[f"draft {i}"] = replace(sizes[0], **together)
-    return memory
-
-
-def _draft_memory(draft: DraftSettings, path: str) -> ModelMemory:
-    return gguf_memory(read_gguf(Path(path)), tokens=draft.max_context, slots=draft.slots)
+    drafts = {f"draft {i}": draft.memory() for i, draft in enumerate(settings.drafts)}
+    return {"target": settings.target.memory(), **drafts}
 
 
 def as_many_as_fit(settings: PipelineSettings, machine: Machine, notes: list[str]) -> PipelineSettings:
@@ -259,9 +246,7 @@ def check_room(memory: Mapping[str, ModelMemory], settings: PipelineSettings, ma
         # Of several cards Ray chooses one; what the driver does not say is left to the load.
         free = [gpu.memory - gpu.used for gpu in machine.gpus if gpu.memory]
         smaller = {
-            f"models.target.quantization: {kind}": estimate_memory(
-                replace(settings, target=replace(target, quantization=kind))
-            )["target"]
+            f"models.target.quantization: {kind}": replace(target, quantization=kind).memory()
             for kind in (LINEAR_BYTES if target.quantization == "none" else ())
         }
         if free:
@@ -278,7 +263,7 @@ def _on_host(memory: Mapping[str, ModelMemory], settings: PipelineSettings) -> d
     for i, draft in enumerate(settings.drafts):
         paths = {path for _, path in draft.files if read_gguf(Path(path)).quant in NEVER_REPACKED}
         size = memory[f"draft {i}"]
-        shared = sum(_draft_memory(draft, path).weights for path in paths & mapped)
+        shared = sum(draft.memory_of(path).weights for path in paths & mapped)
         on_host[f"draft {i}"] = replace(size, weights=size.weights - shared)
         mapped |= paths
     return on_host

@@ -7,16 +7,19 @@ import pickle
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from duo_ray.actors import wire
-from duo_ray.actors.node import find_here, node_id
+from duo_ray.actors.node import check_room_here, find_here, node_id
 from duo_ray.actors.passing_thread import in_passing_thread
 from duo_ray.core.context import IdLog
 from duo_ray.core.stretch import draw_further
 from duo_ray.hardware.cores import give_way, pin, pin_threads, threads_here
 from duo_ray.hardware.pages import collapse_pages
 from duo_ray.models.catalog import resolve_gguf_target, resolve_target
+from duo_ray.models.gguf_header import read_gguf
+from duo_ray.models.memory import ModelMemory, directory_memory, gguf_memory
 from duo_ray.models.silence import silence_transformers
 from duo_ray.types import DraftProbs, Ids, SamplingParams, TargetReply, VerifyJob
 
@@ -61,6 +64,16 @@ class TargetSettings:
     """Those of the drafts, or without one of the coordinator, for passes beside which no draft works."""
     node: str = ""
     """Ray's id of the node that `path` and the cores are about."""
+    unseen: bool = False
+    """Whether nobody has looked at the node it runs on: what it takes is compared with what that has."""
+
+    def memory(self) -> ModelMemory:
+        """Bytes that it will take, from its files."""
+        path, room = Path(self.path), {"tokens": self.max_context, "slots": self.slots}
+        if self.engine == "llama_cpp":
+            return gguf_memory(read_gguf(path), **room)
+        on_cpu = self.device == "cpu"
+        return directory_memory(path, self.dtype, **room, packed=on_cpu, quantization=self.quantization)
 
     def here(self) -> TargetSettings:
         """The same on the node this runs on: an actor may be placed, or come back, anywhere."""
@@ -117,6 +130,9 @@ class TargetActor:
 
     def __init__(self, settings: TargetSettings) -> None:
         settings = settings.here()
+        on_gpu = settings.device != "cpu"
+        if settings.unseen and not (on_gpu and settings.engine == "llama_cpp"):  # which may leave layers on the host
+            check_room_here("target", settings.memory(), on_gpu=on_gpu)
         self._settings = settings
         self._before = threads_here()
         if settings.cores:

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import platformdirs
 
 from duo_ray.config import QUANT_TYPES, ConfigError
+from duo_ray.hardware.machine import detect_machine
 from duo_ray.models.gguf_header import GgufHeader, read_gguf
 from duo_ray.types import DuoRayError
 
@@ -369,7 +370,7 @@ def _converted(header: GgufHeader, progress: Progress) -> Path:
 
 
 def _made(header: GgufHeader, kind: str, needed: int, progress: Progress, *options: str) -> Path:
-    """What `duo_ray.models.convert` makes of a file, made now if it is not cached; `needed` are bytes of disk."""
+    """What `duo_ray.models.convert` makes of a file, made now if it is not cached; `needed`: bytes of disk and memory."""
     final = cache_directory() / kind / f"{header.path.stem}-{_key(header.path, 'transformers', 'gguf')}"
     if final.is_dir():
         return final
@@ -458,6 +459,12 @@ def _check_space(folder: Path, needed: int) -> None:
         raise CatalogError(
             f"{folder.parent} has {free / 2**30:.1f} GiB free, the conversion needs {needed / 2**30:.1f}:"
             " make room or set XDG_CACHE_HOME"
+        )
+    available = detect_machine().memory_available
+    if available < needed:
+        raise CatalogError(
+            f"{available / 2**30:.1f} GiB of memory are free, the conversion needs {needed / 2**30:.1f}: set"
+            " models.target.engine to llama_cpp, which takes the .gguf file as it is, or convert it on a larger machine"
         )
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from duo_ray.actors import draft, target
-from duo_ray.actors.draft import DraftSettings
-from duo_ray.actors.target import TargetSettings
+from duo_ray.actors.draft import DraftActor, DraftSettings
+from duo_ray.actors.target import TargetActor, TargetSettings
+from duo_ray.config import ConfigError
+from duo_ray.hardware.gpus import Gpu
+from duo_ray.hardware.machine import detect_machine
 from duo_ray.models.catalog import CatalogError, quant_of
+from duo_ray.models.llama_library import LlamaCppError
 from tests.models.tiny_gguf import write_tiny_llama
+from tests.models.tiny_transformers import tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +65,34 @@ def test_a_model_that_is_not_on_the_node_is_an_error_that_names_the_node(tmp_pat
     made = settings(DraftSettings, node="a", files=(("Q4_1", "a.gguf"),), model=str(tmp_path / "gone.gguf"), quant=None)
     with pytest.raises(CatalogError, match=r"gone\.gguf: no such file .*on node 10\.0\.0\.2"):
         made.here()
+
+
+@pytest.mark.parametrize("engine", ["draft", "llama_cpp", "gpu"])
+def test_on_a_node_nobody_has_looked_at_what_does_not_fit_is_refused_before_it_is_loaded(engine, tmp_path, monkeypatch):
+    machine, gpu = detect_machine(), Gpu("NVIDIA A800", 24 << 30, "570.1", used=(24 << 30) - 1000)
+    monkeypatch.setattr("duo_ray.actors.node.detect_machine", lambda: replace(machine, memory_available=1000))
+    monkeypatch.setattr("duo_ray.actors.node.list_gpus", lambda: (gpu,))
+    file = str(write_tiny_llama(tmp_path / "small.gguf"))
+    sizes = {"node": "b", "max_context": 64, "slots": 2, "unseen": True}
+    if engine == "draft":
+        actor, made = DraftActor, settings(DraftSettings, files=(("F32", file),), **sizes)
+    elif engine == "llama_cpp":
+        actor, made = TargetActor, settings(TargetSettings, engine="llama_cpp", device="cpu", path=file, **sizes)
+    else:
+        tiny_model("llama").save_pretrained(tmp_path)
+        made = settings(
+            TargetSettings, engine="transformers", device="cuda:0", path=str(tmp_path), dtype="bfloat16",
+            quantization="none", **sizes,
+        )  # fmt: skip
+        actor = TargetActor
+    place = "GPU memory" if engine == "gpu" else "memory"
+    with pytest.raises(ConfigError, match=rf"are needed, but 0\.00 GiB of {place} on node 10\.0\.0\.2 are free"):
+        actor(made)
+
+
+def test_a_node_that_was_looked_at_is_not_looked_at_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("duo_ray.actors.node.detect_machine", lambda: pytest.fail("looked at"))
+    sizes = {"max_context": 64, "slots": 2, "max_sequences": 1, "threads": 1}
+    made = settings(DraftSettings, node="b", files=(("F32", "/not/there.gguf"),), unseen=False, **sizes)
+    with pytest.raises(LlamaCppError, match="not/there"):
+        DraftActor(replace(made, cores=()))

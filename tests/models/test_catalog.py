@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file
 
 from duo_ray.config import ConfigError
+from duo_ray.hardware.machine import detect_machine
 from duo_ray.models import catalog
 from duo_ray.models.catalog import (
     CatalogError,
@@ -181,6 +183,13 @@ class TestTarget:
         path = write_gguf(tmp_path / "a.gguf")
         monkeypatch.setattr(catalog.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10})())
         with pytest.raises(CatalogError, match="make room"):
+            resolve_target(str(path))
+
+    def test_too_little_memory_is_said_before_the_work(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = write_gguf(tmp_path / "a.gguf")
+        machine = replace(detect_machine(), memory_available=10)
+        monkeypatch.setattr(catalog, "detect_machine", lambda: machine)
+        with pytest.raises(CatalogError, match="of memory are free, the conversion needs .* llama_cpp"):
             resolve_target(str(path))
 
     def test_a_file_transformers_cannot_convert_is_one_line(self, tmp_path: Path, cache: Path) -> None:
