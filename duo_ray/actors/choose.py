@@ -61,10 +61,10 @@ def choose_engine(config: Config, plan: Plan, machine: Machine, notes: MutableSe
     path = gguf_target(target.model)
     if path is None:
         return "transformers"
-    unpacked = 2 * read_gguf(path).parameters
+    unpacked = 4 * read_gguf(path).parameters
     if unpacked > machine.memory_available:
         notes.append(
-            f"engine: llama_cpp, as in transformers the weights alone would take {unpacked / 2**30:.1f} GiB; "
+            f"engine: llama_cpp, as unpacking the weights for transformers would take {unpacked / 2**30:.1f} GiB; "
             f"{machine.memory_available / 2**30:.1f} are free"
         )
         return "llama_cpp"

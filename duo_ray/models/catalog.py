@@ -370,7 +370,10 @@ def _converted(header: GgufHeader, progress: Progress) -> Path:
 
 
 def _made(header: GgufHeader, kind: str, needed: int, progress: Progress, *options: str) -> Path:
-    """What `duo_ray.models.convert` makes of a file, made now if it is not cached; `needed`: bytes of disk and memory."""
+    """What `duo_ray.models.convert` makes of a file, made now if it is not cached.
+
+    `needed`: bytes of disk, and of memory meanwhile.
+    """
     final = cache_directory() / kind / f"{header.path.stem}-{_key(header.path, 'transformers', 'gguf')}"
     if final.is_dir():
         return final

@@ -144,7 +144,7 @@ def test_packed_weights_are_computed_with_by_llama_cpp(model: str) -> None:
 def test_what_would_not_fit_unpacked_stays_packed(model: str) -> None:
     chosen, [note] = choice(model, machine=replace(MACHINE, memory_available=1000))
     assert chosen == "llama_cpp"
-    assert "in transformers the weights alone would take" in note
+    assert "unpacking the weights for transformers would take" in note
 
 
 def test_layers_go_to_the_gpu_the_target_runs_on(model: str) -> None:

@@ -189,7 +189,7 @@ class TestTarget:
         path = write_gguf(tmp_path / "a.gguf")
         machine = replace(detect_machine(), memory_available=10)
         monkeypatch.setattr(catalog, "detect_machine", lambda: machine)
-        with pytest.raises(CatalogError, match="of memory are free, the conversion needs .* llama_cpp"):
+        with pytest.raises(CatalogError, match=r"of memory are free, the conversion needs .* llama_cpp"):
             resolve_target(str(path))
 
     def test_a_file_transformers_cannot_convert_is_one_line(self, tmp_path: Path, cache: Path) -> None:
