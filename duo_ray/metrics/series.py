@@ -117,7 +117,12 @@ SERIES: tuple[Series, ...] = (
     Series(QUANT_ACCEPTANCE, Kind.GAUGE, "Estimated chance that a drafted token is kept, by quantisation.", ("quant",)),
     Series(QUANT_RATE, Kind.GAUGE, "Expected tokens per second of a request alone, by quantisation.", ("quant",)),
     Series(TTFT, Kind.HISTOGRAM, "Seconds from arrival to the first token, queueing included.", bounds=_SECONDS),
-    Series(INTER_TOKEN, Kind.HISTOGRAM, "Seconds between outputs of a stream (one step's tokens).", bounds=_SECONDS),
+    Series(
+        INTER_TOKEN,
+        Kind.HISTOGRAM,
+        "Seconds between outputs of a stream (the tokens of a step, or of plain ones taken together).",
+        bounds=_SECONDS,
+    ),
     Series(OVERHEAD, Kind.HISTOGRAM, "Wall time of a step minus the models' own work.", bounds=_SECONDS),
 )
 
