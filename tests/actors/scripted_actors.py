@@ -104,9 +104,7 @@ class ScriptedTargetActor(_Recording):
             reply = self._model.verify(jobs, picked(picks, probs))
             spreads = alone and self._seconds_alone is not None
             time.sleep(self._seconds_alone if spreads else self._seconds)
-            if self._seconds_alone is not None:
-                reply = replace(reply, span=Span(reply.span.started, time.time()))
-            return replace(reply, alone=spreads)
+            return replace(reply, span=Span(reply.span.started, time.time()), alone=spreads)
 
     def _answer(self, argument: Judged, parts: wire.Parts) -> tuple[TargetReply, wire.Parts]:
         return self.verify(*argument, *parts), ()
