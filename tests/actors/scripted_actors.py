@@ -13,8 +13,10 @@ from pathlib import Path
 import ray
 
 from duo_ray.actors import wire
+from duo_ray.actors.coordinator import CoordinatorSettings
 from duo_ray.actors.draft import DraftInfo
 from duo_ray.actors.target import Judged, ProbsPick, Sent, TargetInfo, Timings, picked
+from duo_ray.core.gamma import Policy
 from duo_ray.models.scripted import ScriptedDraft, ScriptedTarget, mixed_table, random_table
 from duo_ray.models.tokenizer import Tokenizer
 from duo_ray.models.vocabulary import Strategy, VocabularyMatch, VocabularyReport
@@ -163,3 +165,16 @@ class ScriptedDraftActor(_Recording):
 
 def _draft(other: float) -> ScriptedDraft:
     return ScriptedDraft(mixed_table(TABLE, random_table(VOCAB, 2), other), VOCAB, max_context=CONTEXT)
+
+
+def coordinator_settings(tokenizer_path: Path) -> CoordinatorSettings:
+    """Of a coordinator over these actors."""
+    return CoordinatorSettings(
+        tokenizer_path=str(tokenizer_path),
+        vocab_size=49152,
+        policy=Policy(),
+        max_sequences=2,
+        prefetch=True,
+        chunk=64,
+        calibration=None,
+    )

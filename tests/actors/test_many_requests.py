@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import ray
 
-from duo_ray.actors.coordinator import Coordinator, CoordinatorSettings, Load
+from duo_ray.actors.coordinator import Coordinator, Load
 from duo_ray.core.gamma import Policy
 from duo_ray.types import Delta, Finished, Request, SamplingParams
-from tests.actors.scripted_actors import ScriptedDraftActor, ScriptedTargetActor
+from tests.actors.scripted_actors import ScriptedDraftActor, ScriptedTargetActor, coordinator_settings
 
 pytestmark = pytest.mark.ray
 
@@ -37,15 +37,7 @@ def models(cluster):
 
 @pytest.fixture
 def settings(demo_target):
-    return CoordinatorSettings(
-        tokenizer_path=str(demo_target),
-        vocab_size=49152,
-        policy=Policy(),
-        max_sequences=2,
-        prefetch=True,
-        chunk=64,
-        calibration=None,
-    )
+    return coordinator_settings(demo_target)
 
 
 def request(name, *, tokens=20, prompt=(3, 4, 5), sampling=GREEDY, **options):

@@ -9,11 +9,10 @@ import math
 import pytest
 import ray
 
-from duo_ray.actors.coordinator import Coordinator, CoordinatorSettings
-from duo_ray.core.gamma import Policy
+from duo_ray.actors.coordinator import Coordinator
 from duo_ray.metrics import prometheus
 from duo_ray.types import Finished, InvalidRequest, Request, SamplingParams
-from tests.actors.scripted_actors import ScriptedDraftActor, ScriptedTargetActor
+from tests.actors.scripted_actors import ScriptedDraftActor, ScriptedTargetActor, coordinator_settings
 
 pytestmark = [pytest.mark.ray, pytest.mark.models]
 
@@ -21,15 +20,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.models]
 @pytest.fixture(scope="module")
 def start(demo_target):
     ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR")
-    settings = CoordinatorSettings(
-        tokenizer_path=str(demo_target),
-        vocab_size=49152,
-        policy=Policy(),
-        max_sequences=2,
-        prefetch=True,
-        chunk=64,
-        calibration=None,
-    )
+    settings = coordinator_settings(demo_target)
 
     def start(scenario, quants):
         """`scenario(coordinator)` with these quantisations; see `ScriptedDraftActor`."""
